@@ -328,6 +328,18 @@ impl Target {
 }
 
 impl TargetRecord {
+    /// The record of one device that a target with these figures is made of ([`Target::on_devices`], [`Measured::of_devices`]).
+    pub fn of_one_device(target: Target, measured: Measured) -> TargetRecord {
+        let devices = target.devices.max(1);
+        let name = target.name.strip_suffix(&format!("-x{devices}")).filter(|_| devices > 1).unwrap_or(&target.name);
+        // Exact, because the numbers of devices are powers of two.
+        let each = measured.read_bytes_per_s.map(|all| all / f64::from(devices));
+        TargetRecord {
+            target: Target { name: name.to_string(), devices: 1, ..target },
+            measured: Measured { read_bytes_per_s: each, ..measured },
+        }
+    }
+
     /// The record `name` inside the binary.
     pub fn builtin(name: &str) -> Option<TargetRecord> {
         let (name, text) = BUILTIN_RECORDS.iter().find(|(known, _)| *known == name)?;
@@ -754,6 +766,11 @@ mod tests {
             Some(2.0 * one)
         );
         assert_eq!(Target::named("h200").map(|t| t.devices), Some(1));
+        for devices in DEVICES {
+            let record = TargetRecord::builtin("h200").expect("a record");
+            let several = (record.target.clone().on_devices(devices), record.measured.clone().of_devices(devices));
+            assert_eq!(TargetRecord::of_one_device(several.0, several.1), record);
+        }
         for none in ["h200-x1", "h200-x3", "h200-x", "gpu-x2", "h200-x2-x2"] {
             assert_eq!(Target::named(none), None, "{none}");
         }

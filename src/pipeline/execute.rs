@@ -35,6 +35,14 @@ pub(super) fn cpu_place() -> String {
     format!("cpu interpreter on {}", counted(host().threads as u64, "thread"))
 }
 
+/// Where the devices of a target run, for the user: `NVIDIA H200 (device 0)`.
+pub(super) fn place_of(found: &DeviceIdentity, target: &Target) -> String {
+    match target.devices {
+        1 => format!("{} (device {})", found.name, found.ordinal),
+        devices => format!("{devices} x {} (device {} and those after it)", found.name, found.ordinal),
+    }
+}
+
 /// The hardware of several devices: alike, and each by its own id.
 pub(super) fn hardware_of_all(devices: &[&DeviceIdentity]) -> Option<Hardware> {
     let ids: Vec<&str> = devices.iter().map(|device| device.uuid.as_str()).collect();

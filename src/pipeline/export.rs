@@ -14,7 +14,7 @@ use super::device_sampler::sampler_digest;
 use super::device_steps::{By, StepsKernel};
 use super::device_waves::prompt_digests;
 use super::evaluate::ensure_checked;
-use super::execute::upload_pack;
+use super::execute::{self, upload_pack};
 use super::exported::{
     CompiledParts, Does, FORMAT, FileFacts, INDEX, Index, KernelParts, MODEL, PrecisionNames, SEAL, SamplerParts,
     ServedParts, StepsParts, TargetParts, cpu_kind,
@@ -75,7 +75,6 @@ pub fn export(
         return Err(Fault::input(format!("`{shown}` exists"))
             .with_remedy("name a folder that is not there; nothing is overwritten"));
     }
-    refuse_devices(manifest)?;
     let prepared = manifest.targets.iter().map(|target| {
         let prepared = prepare(workspace, manifest, target)?;
         Ok::<Prepared, Fault>(Prepared { checking, ..prepared })
@@ -106,13 +105,6 @@ pub fn export(
     let unchecked = unchecked.map(|target| target.name.clone()).collect();
     let targets = index.targets.into_iter().map(|target| target.name).collect();
     Ok(Some(Written { digest, files, bytes, targets, unchecked }))
-}
-
-/// An export names records, and a record is of one device.
-fn refuse_devices(manifest: &Manifest) -> Result<(), Fault> {
-    let Some(target) = manifest.targets.iter().find(|target| target.devices > 1) else { return Ok(()) };
-    let message = format!("an export holds kernels of one device, target `{}` has {}", target.name, target.devices);
-    Err(Fault::input(message).with_remedy("leave this target out with `--target`, or run the manifest"))
 }
 
 /// Writes every file but the index.
@@ -190,7 +182,7 @@ fn write_target(
     let host = Host::new(workspace);
     let chain = prepared.chain(workspace, &host);
     let record = format!("targets/{name}.toml");
-    let written = TargetRecord { target: target.clone(), measured: manifest.measured(target) };
+    let written = TargetRecord::of_one_device(target.clone(), manifest.measured(target));
     folder.put(&record, written.to_toml().as_bytes())?;
     let mut kernels = vec![];
     let mut on = OnDevice::of(prepared, &chain)?;
@@ -235,7 +227,8 @@ fn write_target(
         }
     }
     let (candidate, pack_identity) = (candidate.to_string(), layout.to_string());
-    Ok(Some(TargetParts { name: name.clone(), record, candidate, pack, pack_identity, kernels, served, checked }))
+    let (name, devices) = (name.clone(), target.devices);
+    Ok(Some(TargetParts { name, record, devices, candidate, pack, pack_identity, kernels, served, checked }))
 }
 
 /// What checks the kernels of a target before they are written, and remembers which were.
@@ -243,7 +236,7 @@ struct OnDevice<'a> {
     chain: &'a Chain<'a>,
     /// What they are checked on; `None`: there is no such device here, or nothing is to be checked.
     kind: Option<String>,
-    /// The device, of a CUDA target.
+    /// The device of a CUDA target, with those that run its model together with it.
     device: Option<(DeviceIdentity, Device)>,
     /// Files of the export, by name.
     checked: Vec<String>,
@@ -259,7 +252,7 @@ impl<'a> OnDevice<'a> {
         match chain.host.device(target) {
             Ok(None) => Ok(OnDevice { kind: Some(cpu_kind()), ..none }),
             Ok(Some(found)) => {
-                let device = Some((found.clone(), Device::open(found.ordinal)?));
+                let device = Some((found.clone(), execute::open(found, target)?));
                 Ok(OnDevice { kind: Some(found.name.clone()), device, ..none })
             }
             Err(NotMade::NoDevice { reason, .. }) => {

@@ -12,6 +12,9 @@
 //! weights-DIGEST.pack    weights, for every kernel that names it
 //! ```
 //!
+//! A target of several devices has the record of one of them and their number. Its pack is that of one device, byte for byte: each device
+//! loads the part that its schedule gives it.
+//!
 //! A file is read once, compared with its digest, and used from those bytes. A schedule is parsed and proven as one of the cache is.
 //! The source of a kernel is generated again and compared with the source that the cubin was compiled from, so a cubin runs only if
 //! this version of monobloc would compile the same one. Queues and the layout of the weights are compared likewise.
@@ -43,7 +46,7 @@ use crate::ir::op::Role;
 use crate::ir::parse::parse;
 use crate::manifest::Manifest;
 use crate::pack::identity;
-use crate::target::{Target, TargetKind};
+use crate::target::{DEVICES, Target, TargetKind};
 use crate::validate::{Validated, all_share_caches, share_caches, validate};
 
 /// The file that lists the files of an export.
@@ -108,7 +111,11 @@ pub(super) struct PrecisionNames {
 #[serde(deny_unknown_fields)]
 pub(super) struct TargetParts {
     pub name: String,
+    /// The record of one of its devices.
     pub record: String,
+    /// Devices that run the model together. Left out where it is one.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub devices: u32,
     /// Its knobs.
     pub candidate: String,
     pub pack: String,
@@ -119,6 +126,14 @@ pub(super) struct TargetParts {
     pub served: Option<ServedParts>,
     /// Kinds of devices, each with the files that were checked on one: cubins, or the schedules of a CPU.
     pub checked: BTreeMap<String, Vec<String>>,
+}
+
+fn one() -> u32 {
+    1
+}
+
+fn is_one(devices: &u32) -> bool {
+    *devices == 1
 }
 
 /// The kernels of a server on a device. With `batch_invariant`, all of `steps` are by waves and add up in one order.
@@ -380,6 +395,11 @@ impl Exported {
             Fault::input(format!("`{place}` is not proven: {message}")).with_remedy(EXPORT_AGAIN)
         })?;
         let (program, layout) = (&validated.schedule().program, identity(validated.schedule()));
+        let devices = validated.schedule().machine.devices;
+        if devices != target.devices {
+            let message = format!("`{place}` is for {devices} devices, expected the {} of its target", target.devices);
+            return Err(Fault::input(message).with_remedy(EXPORT_AGAIN));
+        }
         let logits = program.grids.iter().find_map(|grid| grid.operand(Role::Logits));
         let vocab = logits.map(|logits| program.buffers[logits.buffer.index()].cols);
         let limits = (vocab, program.context_max);
@@ -704,11 +724,17 @@ fn parse_index(dir: &Path, bytes: &[u8]) -> Result<Index, Fault> {
     }
     // The manifest reads records by path or by name. Other paths are looked up in `files` where they are read.
     let listed = |record: &str| record.starts_with("targets/") && index.files.contains_key(record);
-    match index.targets.iter().find(|parts| !listed(&parts.record)) {
-        Some(TargetParts { name, record, .. }) => Err(Fault::input(format!(
+    if let Some(TargetParts { name, record, .. }) = index.targets.iter().find(|parts| !listed(&parts.record)) {
+        return Err(Fault::input(format!(
             "`{place}` takes the record of target `{name}` from `{record}`, expected a file of `targets/` that it lists"
         ))
-        .with_remedy(EXPORT_AGAIN)),
+        .with_remedy(EXPORT_AGAIN));
+    }
+    match index.targets.iter().find(|parts| !DEVICES.contains(&parts.devices)) {
+        Some(TargetParts { name, devices, .. }) => {
+            Err(Fault::input(format!("`{place}` gives target `{name}` {devices} devices, expected 1, 2, 4 or 8"))
+                .with_remedy(EXPORT_AGAIN))
+        }
         None => Ok(index),
     }
 }
@@ -734,8 +760,18 @@ fn manifest(dir: &Path, index: &Index) -> Result<Manifest, Fault> {
     if index.batch_invariant {
         text.push_str("batch_invariant = true\n");
     }
-    for target in targets {
-        text.push_str(&format!("[[target]]\nrecord = {}\n", quoted(&target.record)));
+    for TargetParts { record, devices, .. } in targets {
+        text.push_str(&format!("[[target]]\nrecord = {}\ndevices = {devices}\n", quoted(record)));
     }
-    Ok(Manifest::parse(&text, &dir.join(INDEX))?)
+    let manifest = Manifest::parse(&text, &dir.join(INDEX))?;
+    // A record has the name of one device.
+    match targets.iter().zip(&manifest.targets).find(|(parts, target)| parts.name != target.name) {
+        Some((TargetParts { name, record, devices, .. }, target)) => Err(Fault::input(format!(
+            "`{}` has a target `{name}`, expected `{}`, as `{record}` and its number of devices, {devices}, say",
+            dir.join(INDEX).display(),
+            target.name
+        ))
+        .with_remedy(EXPORT_AGAIN)),
+        None => Ok(manifest),
+    }
 }

@@ -36,6 +36,7 @@ use super::checks::Checking;
 use super::evaluate::ensure_checked;
 use super::execute::upload_pack;
 use super::invariant;
+use super::runner::one_device;
 use super::stages::{BuildContext, checkpoint_folder};
 use super::{Prepared, Workspace};
 
@@ -108,7 +109,7 @@ impl Prepared {
     /// A target that no draft runs on; a checkpoint without a draft; a draft that computes something else.
     pub fn mtp(&self, workspace: &Workspace) -> Result<Mtp, Fault> {
         let target = &self.target;
-        self.one_device(&format!("is a draft for `{OPTION}`"))?;
+        one_device(&self.target, &format!("is a draft for `{OPTION}`"))?;
         if invariant::is_asked(&self.manifest, target) {
             let message =
                 format!("`{OPTION}` reads what a batch kernel leaves, and with `batch_invariant` no batch kernel runs");

@@ -13,7 +13,7 @@ use super::invariant;
 use super::kernels::{self, KernelSet, Served};
 use super::keys::{Hardware, WeightsId};
 use super::mtp::{Mtp, OPTION};
-use super::runner::{LazyPrefill, LazyVerifier, On, Runner, SNAPSHOTS};
+use super::runner::{LazyPrefill, LazyVerifier, On, Runner, SNAPSHOTS, one_device};
 use super::{Prepared, Serving, Workspace, prepare};
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
@@ -24,7 +24,7 @@ use crate::cuda::turns::TurnsSession;
 use crate::digest::Digest;
 use crate::error::Fault;
 use crate::interp::{Interp, Options};
-use crate::ir::layout::pack_bytes;
+use crate::ir::layout::held;
 use crate::ir::program::Space;
 use crate::lower::Batch;
 use crate::manifest::Manifest;
@@ -292,6 +292,7 @@ fn runner(from: &FromExport) -> Result<Runner<'_>, Fault> {
     let of_verifier = (Arc::clone(&validated), hardware.clone(), set.clone());
     // In an export the kernel that reads prompts also verifies: mostly it has more rows than a proposal needs.
     let verifier = LazyVerifier::new(device.clone(), move |device, one, rows| {
+        one_device(target, "verifies proposed tokens")?;
         let (reference, hardware, set) = &of_verifier;
         let Some(PromptSet { set, files }) = set else {
             return Err(Fault::input(format!("the export has no kernel for several rows on target `{}`", target.name))
@@ -316,7 +317,7 @@ fn runner(from: &FromExport) -> Result<Runner<'_>, Fault> {
         let (steps, kernel) = set.steps().into_iter().next().ok_or_else(none)?;
         Prefill::of(device, target, &Queues::of(&steps.validated), &kernel.code.bytes, set.prompts(), one)
     });
-    let place = place_of(&identity);
+    let place = execute::place_of(&identity, target);
     let on = On::Device { session: Box::new(session), prefill, verifier, steps_max };
     Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state, snapshots: [None; SNAPSHOTS] })
 }
@@ -361,19 +362,14 @@ fn of_cpu() -> Hardware {
     Hardware { name: cpu_kind(), ..execute::host() }
 }
 
-/// The device of an export's target.
+/// The device of an export's target, with those that run the model together with it.
 fn device_of(target: &Target) -> Result<(Device, DeviceIdentity), Fault> {
     let devices = Devices::list();
     let found = devices.find(target).map_err(|reason| {
         Fault::environment(format!("target `{}` has no device here: {reason}", target.name))
             .with_remedy("name another target of the export with `--target`, or export the model for `cpu`, too")
     })?;
-    Ok((Device::open(found.ordinal)?, found.clone()))
-}
-
-/// What a device is called.
-fn place_of(identity: &DeviceIdentity) -> String {
-    format!("{} (device {})", identity.name, identity.ordinal)
+    Ok((execute::open(found, target)?, found.clone()))
 }
 
 /// As [`runner`], by kernels that add up in one order.
@@ -403,7 +399,7 @@ fn invariant_runner(from: &FromExport) -> Result<Runner<'_>, Fault> {
     })?;
     let has_state = set.validated().schedule().program.has_state();
     let on = On::invariant(set.load(&device, target, steps_max, &pack, None)?, steps_max)?;
-    let place = place_of(&identity);
+    let place = execute::place_of(&identity, target);
     Ok(Runner {
         place,
         context_max,
@@ -466,7 +462,8 @@ fn batched_on_device(from: &FromExport, serving: &Serving, served: Served) -> Re
     refuse_more("requests", serving.running_max.into(), served.running_max.into())?;
     refuse_more("cached tokens", serving.cache_tokens.unwrap_or(0).into(), tokens)?;
     let (device, identity) = device_of(target)?;
-    let (needed, free) = (pack_bytes(schedule) + schedule.arena_bytes(Space::Cache), device.memory_free_bytes()?);
+    let weights = (0..schedule.machine.devices).map(|device| held(schedule, device).bytes).max().unwrap_or(0);
+    let (needed, free) = (weights + schedule.arena_bytes(Space::Cache), device.memory_free_bytes()?);
     if needed > free {
         let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
         return Err(Fault::environment(format!(

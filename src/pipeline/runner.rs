@@ -18,6 +18,7 @@ use crate::manifest::Decode;
 use crate::report::Report;
 use crate::sample::{Decided, Request, RequestSettings, SampleError, SampleSettings, TokenCounts};
 use crate::speculate::Speculation;
+use crate::target::Target;
 use crate::text::counted;
 
 use super::batch::PAGE_ROWS;
@@ -212,10 +213,7 @@ impl Prepared {
             });
         };
         let steps_max = self.manifest.decode.steps_per_launch;
-        let place = match self.target.devices {
-            1 => format!("{} (device {})", found.name, found.ordinal),
-            devices => format!("{devices} x {} (device {} and those after it)", found.name, found.ordinal),
-        };
+        let place = execute::place_of(found, &self.target);
         let device = execute::open(found, &self.target)?;
         if invariant::is_asked(&self.manifest, &self.target) {
             let positions = u64::from(context_max);
@@ -244,7 +242,7 @@ impl Prepared {
         let pack = chain.pack()?;
         let session = load_session(workspace, &device, &self.validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
         let verifier = LazyVerifier::new(device.clone(), |device, one, rows| {
-            self.one_device("verifies proposed tokens")?;
+            one_device(&self.target, "verifies proposed tokens")?;
             load_verifier(workspace, self, device, one, rows)
         });
         let prefill =
@@ -253,21 +251,20 @@ impl Prepared {
         Ok(Runner { place, context_max, vocab, cached: vec![], on, has_state, snapshots: [None; SNAPSHOTS] })
     }
 
-    /// Refuses a kernel that several devices do not have.
-    pub(super) fn one_device(&self, does: &str) -> Result<(), Fault> {
-        let devices = self.target.devices;
-        if devices == 1 {
-            return Ok(());
-        }
-        let message = format!("no kernel of {devices} devices {does}");
-        Err(Fault::input(message).with_remedy("name a target of one device with `--target`"))
-    }
-
     /// What decodes one text on the CPU: of several rows, so that a weight is read once for all tokens of a prompt chunk.
     pub(super) fn text_on_cpu(&self, chain: &Chain<'_>) -> Result<StoredSchedule, Fault> {
         let (batches, keys) = one_text(&self.manifest.decode, self.imported.graph.has_state());
         Ok(place_rows(&chain.context, &self.candidate, &batches, keys)?.1)
     }
+}
+
+/// Refuses a kernel that several devices do not have.
+pub(super) fn one_device(target: &Target, does: &str) -> Result<(), Fault> {
+    if target.devices == 1 {
+        return Ok(());
+    }
+    let message = format!("no kernel of {} devices {does}", target.devices);
+    Err(Fault::input(message).with_remedy("name a target of one device with `--target`"))
 }
 
 /// Steps of one text on the CPU: a chunk of its prompt, or one token. The first that fits counts; a chunk that the manifest asks for is the

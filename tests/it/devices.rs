@@ -517,8 +517,6 @@ fn manifests_with_devices_are_refused_by_name() {
         .fault(2, &["`target.devices` is out of range", "expected 1, 2, 4 or 8 devices, found 3"]);
     manifest(&place, "twice.toml", "record = \"cpu\"\ndevices = 2\n\n[[target]]\nrecord = \"cpu\"\ndevices = 2");
     place.run("build twice.toml").fault(2, &["duplicate target `cpu-x2`"]);
-    manifest(&place, "both.toml", "record = \"cpu\"\n\n[[target]]\nrecord = \"cpu\"\ndevices = 2");
-    place.run("export both.toml --out out").fault(2, &["an export holds kernels of one device", "`cpu-x2`"]);
 }
 
 #[test]

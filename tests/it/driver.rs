@@ -41,10 +41,12 @@ use monobloc::error::{Fault, Tier};
 use monobloc::grammar::{Grammar, Source, Vocabulary};
 use monobloc::interp::Pack;
 use monobloc::ir::BufferId;
-use monobloc::ir::layout::words_bytes;
+use monobloc::ir::layout::{held, words_bytes};
 use monobloc::ir::op::Role;
+use monobloc::ir::parse::parse;
 use monobloc::ir::program::Space;
 use monobloc::lower::lower;
+use monobloc::manifest::Manifest;
 use monobloc::model::config::{import, import_config_only, import_draft};
 use monobloc::model::graph::ModelGraph;
 use monobloc::model::synthetic::given_value;
@@ -58,14 +60,16 @@ use monobloc::pipeline::speculative::{OneRow, Verifier, decide_on_device};
 use monobloc::pipeline::text_steps::TextSteps;
 use monobloc::pipeline::trial::{Answer, Job};
 use monobloc::pipeline::wave_trial::{Bench, Ended, On};
-use monobloc::pipeline::{Hardware, Mtp, MtpDraft, WeightsId, Workspace};
+use monobloc::pipeline::{
+    AskedSizes, Checking, Exported, Hardware, Mtp, MtpDraft, Ready, Serving, WeightsId, Workspace, export,
+};
 use monobloc::random::Random;
 use monobloc::report::Report;
 use monobloc::rows::{Edit, Guard, PageId, Request, Row, SequenceId, Shape, StateCopy};
 use monobloc::sample::{self, Penalties, RequestSettings, SampleSettings, TokenCounts, TokenSet, argmax};
 use monobloc::schedule::schedule;
 use monobloc::speculate::{Draft, Left, Speculated, Speculation};
-use monobloc::target::Target;
+use monobloc::target::{Measured, Target, TargetRecord};
 use monobloc::trace::STAMP_WORDS;
 use monobloc::validate::{Validated, validate};
 use monobloc::waves::{
@@ -93,6 +97,8 @@ const IMAGE_DRAFT: &[u8] = b"\x7fELF5";
 /// The same for the decode kernel of two devices over a pool of pages, and for their batch kernels.
 const IMAGE_PAGED_DEVICES: &[u8] = b"\x7fELF6";
 const IMAGE_ROWS_DEVICES: &[u8] = b"\x7fELF7";
+/// The same for their batch kernel of 16 rows, over a pack with the sizes of another one.
+const IMAGE_ROWS16_DEVICES: &[u8] = b"\x7fELF9";
 /// The same for their wave kernels.
 const IMAGE_WAVES_DEVICES: &[u8] = b"\x7fELF8";
 const ONE: LaunchShape = LaunchShape { grid: 1, block: 32, smem_dynamic_bytes: 0, cluster: 1, kept: None };
@@ -1357,6 +1363,133 @@ fn two_devices_read_prompts_and_step_in_waves() {
         let figures = requests_alone_and_together(stepper, 100, 60);
         assert!(figures.steps > 0, "{figures:?}");
     }
+}
+
+/// An export of a model for two devices of the fake. Its cubins are replaced by images of the fake.
+struct ExportOnFake {
+    folder: tempfile::TempDir,
+    target: Target,
+}
+
+/// Requests that a server of [`ExportOnFake`] has.
+const OF_EXPORT: Serving = Serving {
+    asked: AskedSizes { running_max: None, chunk_rows: None },
+    running_max: 4,
+    chunk_rows: 5,
+    steps_max: STEPS_MAX,
+    proposed: 0,
+    cache_tokens: Some(1536),
+};
+
+impl ExportOnFake {
+    fn new() -> ExportOnFake {
+        let folder = tempfile::tempdir().unwrap();
+        let mut record = fake_target();
+        (record.name, record.spec.device_names) = ("fake".to_string(), vec!["Fake GPU".to_string()]);
+        let record = TargetRecord { target: record, measured: Measured::default() };
+        std::fs::write(folder.path().join("fake.toml"), record.to_toml()).unwrap();
+        let model = fixture("tinystories-llama").display().to_string();
+        let text = format!(
+            "[model]\nsource = \"path:{model}\"\n[precision]\nweights = \"fp32\"\n[decode]\ncontext_max = 1024\n\
+             steps_per_launch = 4\n[[target]]\nrecord = \"fake.toml\"\ndevices = 2\n"
+        );
+        let manifest = Manifest::parse(&text, &folder.path().join("m.toml")).unwrap_or_else(|error| panic!("{error}"));
+        let workspace = Workspace {
+            cache: Cache::open(folder.path().join("cache")).unwrap(),
+            report: Report::quiet(),
+            trials: folder.path().join("trials.csv"),
+        };
+        let out = folder.path().join("export");
+        let written = export(&workspace, &manifest, &out, &OF_EXPORT, Checking::Skipped, &|| false);
+        assert!(written.unwrap_or_else(|fault| panic!("{fault}")).is_some());
+        let made = ExportOnFake { folder, target: manifest.targets[0].clone() };
+        for (file, image) in [
+            ("text", IMAGE_DEVICES),
+            ("prompt", IMAGE_ROWS16_DEVICES),
+            ("serve-1", IMAGE_PAGED_DEVICES),
+            ("serve-8", IMAGE_ROWS_DEVICES),
+            ("serve-16", IMAGE_ROWS16_DEVICES),
+            ("sampler", IMAGE),
+        ] {
+            made.replace(&format!("fake-x2/{file}.cubin"), image);
+        }
+        made
+    }
+
+    fn path(&self, name: &str) -> std::path::PathBuf {
+        self.folder.path().join("export").join(name)
+    }
+
+    /// Replaces a file, and its digest in the index.
+    fn replace(&self, name: &str, bytes: &[u8]) {
+        std::fs::write(self.path(name), bytes).unwrap();
+        let index = std::fs::read(self.path("export.json")).unwrap();
+        let mut index: serde_json::Value = serde_json::from_slice(&index).unwrap();
+        index["files"][name] = serde_json::json!({ "bytes": bytes.len(), "digest": Digest::of(bytes).to_string() });
+        let text = index.to_string();
+        std::fs::write(self.path("export.json"), &text).unwrap();
+        std::fs::write(self.path("export.b3"), format!("{}\n", Digest::of(text.as_bytes()))).unwrap();
+    }
+
+    /// Writes the sizes of a kernel of the export where the part of each device begins, and loads it.
+    fn with_sizes_of(&self, kernel: &str) -> Ready {
+        let text = std::fs::read_to_string(self.path(&format!("fake-x2/{kernel}.mkir"))).unwrap();
+        let validated = validate(parse(&text).unwrap(), &self.target).unwrap();
+        let (schedule, shape) = (validated.schedule(), Shape::of(&validated.schedule().program).unwrap());
+        let vocab = schedule.program.grids.iter().find_map(|grid| grid.operand(Role::Logits)).unwrap();
+        let vocab = schedule.program.buffers[vocab.buffer.index()].cols;
+        let words = [shape.blocks(), shape.page_rows, shape.pages, shape.rows, vocab];
+        let files = std::fs::read_dir(self.path("")).unwrap().map(|file| file.unwrap().file_name());
+        let pack = files.map(|file| file.into_string().unwrap()).find(|file| file.ends_with(".pack")).unwrap();
+        let mut bytes = std::fs::read(self.path(&pack)).unwrap();
+        for device in [0, 1] {
+            let held = held(schedule, device);
+            let (first, _) = held.ranges.iter().find(|(_, at)| *at == 0).unwrap();
+            assert!(held.bytes < bytes.len() as u64 && first.end - first.start >= 20);
+            bytes[first.start as usize..][..20].copy_from_slice(bytemuck::cast_slice(&words));
+        }
+        self.replace(&pack, &bytes);
+        let exported = Exported::open(&self.path("")).unwrap_or_else(|fault| panic!("{fault}"));
+        assert_eq!(exported.manifest().targets, [self.target.clone()]);
+        Ready::exported(Report::quiet(), exported, &self.target).unwrap().checking(Checking::Skipped)
+    }
+}
+
+/// A text, its prompt and the requests of a server get their tokens from an export of two devices, each of which loads its part.
+#[test]
+fn an_export_of_two_devices_runs_on_both() {
+    const NAME: &str = "an_export_of_two_devices_runs_on_both";
+    if nvrtc(NAME).is_none() {
+        return;
+    }
+    if !is_child() {
+        let Some(text) = releasing(NAME, "two devices") else { return };
+        for launch in
+            ["4 steps of one row", "1 steps of 16 rows", "1 steps of 6 rows", "step 1 of a sampler for 3 rows"]
+        {
+            assert!(text.contains(launch), "{launch}: {text}");
+        }
+        return;
+    }
+    let export = ExportOnFake::new();
+    let ready = export.with_sizes_of("prompt");
+    let mut runner = ready.runner().unwrap_or_else(|fault| panic!("{fault}"));
+    assert_eq!(runner.place(), "2 x Fake GPU (device 0 and those after it)");
+    let request = RequestSettings::plain(SampleSettings::greedy()).resolve(ready.vocab, &[]).unwrap();
+    for length in [3, 90] {
+        let prompt: Vec<u32> = (0..length).map(|at| at * 7 % 100).collect();
+        let mut text = prompt.clone();
+        for _ in 0..9 {
+            text.push(next_of_fake(&text, &request, &TokenCounts::new(&text), None, ready.vocab));
+        }
+        let answer = runner.answer(&prompt, 9, &request, &mut |_| ControlFlow::Continue(()));
+        assert_eq!(answer.unwrap_or_else(|fault| panic!("{fault}")).tokens, text[length as usize..]);
+    }
+    drop(runner);
+    let batched = export.with_sizes_of("serve-8").batched(&OF_EXPORT).unwrap_or_else(|fault| panic!("{fault}"));
+    let stepper = batched.stepper().unwrap_or_else(|fault| panic!("{fault}"));
+    let figures = requests_alone_and_together(stepper, 5, 40);
+    assert!(figures.steps > figures.launches, "{figures:?}");
 }
 
 /// Why a kernel of one device is not loaded on several.

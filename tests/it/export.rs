@@ -13,11 +13,13 @@ use monobloc::error::{Fault, Tier};
 use monobloc::manifest::Manifest;
 use monobloc::pipeline::{AskedSizes, Checking, Exported, Ready, Serving, Workspace, export as export_model};
 use monobloc::report::Report;
+use monobloc::target::TargetKind;
 use serde_json::{Value, json};
 
-use crate::cli_support::{Answer, Place};
+use crate::cli_support::{Answer, Place, manifest_text};
 use crate::http_client::post;
 use crate::nvrtc::nvrtc;
+use crate::serve::Server;
 use crate::support::fixture;
 
 const NOT_ASKED: AskedSizes = AskedSizes { running_max: None, chunk_rows: None };
@@ -40,8 +42,11 @@ struct Export {
     folder: tempfile::TempDir,
 }
 
+/// `record`: a record, or `cpu x 2` for two devices of it.
 fn manifest(folder: &Path, record: &str, model: &str) -> Manifest {
+    let (record, devices) = record.split_once(" x ").unwrap_or((record, "1"));
     let text = MANIFEST.replace("MODEL", &fixture(model).display().to_string()).replace("RECORD", record);
+    let text = format!("{text}devices = {devices}\n");
     Manifest::parse(&text, &folder.join("m.toml")).unwrap_or_else(|error| panic!("{error}"))
 }
 
@@ -77,7 +82,7 @@ impl Export {
         let exported = Exported::open(&self.path(""))?;
         let target = exported.manifest().targets[0].clone();
         let ready = Ready::exported(Report::quiet(), exported, &target)?;
-        if target.name == "cpu" {
+        if target.kind == TargetKind::Cpu {
             ready.batched(&SERVING)?.stepper()?;
         }
         ready.runner().map(drop)
@@ -278,6 +283,92 @@ fn parts_that_do_not_belong_together_are_refused() {
     assert!(fault.remedy.is_some_and(|remedy| remedy.contains("export the model again")));
     export.replace(text, schedule.as_bytes());
     export.load().unwrap_or_else(|fault| panic!("{fault}"));
+}
+
+#[test]
+fn an_export_of_two_devices_answers_as_that_of_one() {
+    let place = Place::new();
+    let source = format!("path:{}", fixture("tinystories-llama").display());
+    let text = manifest_text(&source, 128) + "\n[[target]]\nrecord = \"cpu\"\ndevices = 2\n";
+    place.write("tiny.toml", text);
+    let written = place.run("export tiny.toml --out both --json").code(0).json();
+    assert_eq!(written["targets"], json!(["cpu", "cpu-x2"]));
+    fs::remove_file(place.path("tiny.toml")).expect("removed");
+    fs::remove_dir_all(place.path("cache")).expect("removed");
+    let index: Value =
+        serde_json::from_slice(&fs::read(place.path("both/export.json")).expect("an index")).expect("JSON");
+    let [one, two] = [0, 1].map(|at| &index["targets"][at]);
+    assert_eq!((&one["devices"], &two["devices"]), (&Value::Null, &json!(2)));
+    // One pack for any number of devices, and the record of one device.
+    assert_eq!((&one["pack"], &one["pack_identity"]), (&two["pack"], &two["pack_identity"]));
+    let [record, of_two] = ["cpu", "cpu-x2"].map(|name| fs::read(place.path(&format!("both/targets/{name}.toml"))));
+    assert_eq!(record.expect("a record"), of_two.expect("a record"));
+    let said = |target: &str| {
+        let run = |arguments: String| place.run(&format!("{arguments} --target {target}")).code(0).stdout;
+        run(format!("logits both --ids 0,364,839 --out {target}.safetensors"));
+        let logits = fs::read(place.path(&format!("{target}.safetensors"))).expect("logits");
+        let sampled = run("generate both --ids 0,364 --max-tokens 5 --temperature 0.9 --seed 3".to_string());
+        (run("generate both --prompt Once --max-tokens 12".to_string()), sampled, logits)
+    };
+    assert_eq!(said("cpu"), said("cpu-x2"));
+    assert!(!place.path("cache").exists(), "no cache is made");
+    let export = place.path("both");
+    let answers = ["cpu", "cpu-x2"].map(|target| {
+        let arguments = format!("--max-batch 2 --target {target}");
+        let server = Server::start_in(Place::new(), &export.display().to_string(), &arguments, |_| {});
+        let asked =
+            json!({ "prompt": ["Once upon a time", "The cat"], "max_tokens": 12, "temperature": 0.8, "seed": 1 });
+        server.ok("/v1/completions", &asked)["choices"].clone()
+    });
+    assert!(answers[0].as_array().is_some_and(|choices| choices.len() == 2), "{}", answers[0]);
+    assert_eq!(answers[0], answers[1]);
+}
+
+#[test]
+fn devices_of_an_export_that_do_not_fit_are_refused() {
+    let export = Export::of("cpu x 2");
+    export.load().unwrap_or_else(|fault| panic!("{fault}"));
+    let (index, text) = (export.index(), "cpu-x2/text.mkir");
+    let schedule = fs::read_to_string(export.path(text)).expect("a schedule");
+    let refused = |change: &dyn Fn(&mut Value), expected: &str| {
+        export.edit(|index| change(&mut index["targets"][0]));
+        let fault = export.refused();
+        assert!(fault.message.contains(expected), "{expected}: {fault}");
+        assert!(fault.tier == Tier::Input && fault.remedy.is_some(), "{fault:?}");
+        export.edit(|edited| *edited = index.clone());
+    };
+    for devices in [0, 3, 16] {
+        let expected = format!("gives target `cpu-x2` {devices} devices, expected 1, 2, 4 or 8");
+        refused(&|target| target["devices"] = json!(devices), &expected);
+    }
+    let of_four =
+        "has a target `cpu-x2`, expected `cpu-x4`, as `targets/cpu-x2.toml` and its number of devices, 4, say";
+    refused(&|target| target["devices"] = json!(4), of_four);
+    let of_one = |target: &mut Value| drop(target.as_object_mut().expect("a target").remove("devices"));
+    refused(&of_one, "has a target `cpu-x2`, expected `cpu`");
+    refused(&|target| target["devices"] = json!(-2), "is no index of an export");
+    refused(&|target| (target["name"], target["devices"]) = (json!("cpu-x4"), json!(4)), ".mkir` is not proven: ");
+    // A schedule for another number of devices, with a digest that fits: parts that no device has, or that one has twice.
+    let machine = "machine \"cpu-x2\" sms=8 devices=2 ";
+    assert!(schedule.contains(machine), "the edit applies");
+    for (other, expected) in [
+        ("machine \"cpu-x2\" sms=8 devices=4 ", "cpu-x2/text.mkir` is for 4 devices, expected the 2 of its target"),
+        ("machine \"cpu-x2\" sms=8 ", "cpu-x2/text.mkir` is not proven: "),
+        ("machine \"cpu\" sms=8 ", "cpu-x2/text.mkir` is not proven: "),
+    ] {
+        export.replace(text, schedule.replacen(machine, other, 1).as_bytes());
+        let fault = export.refused();
+        assert!(fault.message.contains(expected) && fault.tier == Tier::Input, "{expected}: {fault}");
+    }
+    export.replace(text, schedule.as_bytes());
+    export.load().unwrap_or_else(|fault| panic!("{fault}"));
+    // A record that calls one device by the name of two.
+    let record = "targets/cpu-x2.toml";
+    let of_two = fs::read_to_string(export.path(record)).expect("a record").replacen("\"cpu\"", "\"cpu-x2\"", 1);
+    export.replace(record, of_two.as_bytes());
+    export.edit(|index| of_one(&mut index["targets"][0]));
+    let fault = export.refused();
+    assert!(fault.message.contains(".mkir` is for 2 devices, expected the 1 of its target"), "{fault}");
 }
 
 /// Heads of 64 in bf16, so that long chunks of a prompt have a kernel, and contexts that are worth KV splits.

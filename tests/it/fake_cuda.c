@@ -418,10 +418,12 @@ static void paged_devices_kernel(const Call *call) {
     }
     went[call->device]++;
 }
+// Rows that the image of this thread's launch is for; 0: those that its pack has.
+static _Thread_local uint32_t rows_of_image;
 static void rows_kernel(const Call *call) {
     const RowsParams *p = call->argument[0];
     const uint32_t *sizes = inside(p->pack, 20);
-    uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], padded = call->rows ? call->rows : sizes[3], vocab = sizes[4];
+    uint32_t blocks = sizes[0], page_rows = sizes[1], pages = sizes[2], padded = rows_of_image ? rows_of_image : call->rows ? call->rows : sizes[3], vocab = sizes[4];
     spoils = call->is_wrong;
     const Row *rows = inside(p->rows, p->row_count * sizeof(Row));
     uint32_t *cache = tokens_of(call, p->cache, (size_t)pages * page_rows);
@@ -484,6 +486,11 @@ static void rows_devices_kernel(const Call *call) {
         pthread_mutex_unlock(&devices_lock);
     }
     went[call->device]++;
+}
+// The same for 16 rows, whatever its pack has: kernels of one model share a pack.
+static void rows16_devices_kernel(const Call *call) {
+    rows_of_image = 16;
+    rows_devices_kernel(call);
 }
 // The same as `rows_kernel`, whose last layer leaves words (rows/words.cuh) for the head: hashes of the tokens that a row sees. After its sizes the pack has where they
 // begin in the exchange, the bytes of a phase, and the values of a row.
@@ -760,6 +767,7 @@ static Kernel kernels_one_row[] = {{"monobloc_decode", one_row_kernel, {offsetof
 static Kernel kernels_devices[] = {{"monobloc_decode", devices_kernel, {offsetof(RowsParams, rows) + 14 * 8}, 0}, {0}};
 static Kernel kernels_paged_devices[] = {{"monobloc_decode", paged_devices_kernel, {offsetof(RowsParams, rows) + 16 + 14 * 8}, 0}, {0}};
 static Kernel kernels_rows_devices[] = {{"monobloc_decode", rows_devices_kernel, {sizeof(RowsParams) + 14 * 8}, 0}, {0}};
+static Kernel kernels_rows16_devices[] = {{"monobloc_decode", rows16_devices_kernel, {sizeof(RowsParams) + 14 * 8}, 0}, {0}};
 static Kernel kernels_waves_devices[] = {{"monobloc_waves", waves_devices_kernel, {sizeof(WaveParams) + 15 * 8}, 0}, {0}};
 // A draft: what it is given is a parameter, too.
 static Kernel kernels_draft[] = {{"monobloc_decode", draft_kernel, {offsetof(RowsParams, rows) + sizeof(Given)}, 0}, {0}};
@@ -793,7 +801,7 @@ int cuModuleLoadData(void **module, const char *image) {
     BOUND();
     if (memcmp(image, "\177ELF", 4)) return INVALID_IMAGE;
     unsigned char does = image[4] == 'K' ? image[6] : ANYTHING;
-    *module = image[4] == '4' ? kernels_leaving : image[4] == '5' ? kernels_draft : image[4] == '3' ? kernels_devices : image[4] == '6' ? kernels_paged_devices : image[4] == '7' ? kernels_rows_devices : image[4] == '8' ? kernels_waves_devices : image[4] == '1' || does == ONE_ROW ? kernels_one_row : image[4] == '2' || does == PAGED_ROW ? kernels_paged : kernels;
+    *module = image[4] == '4' ? kernels_leaving : image[4] == '5' ? kernels_draft : image[4] == '3' ? kernels_devices : image[4] == '6' ? kernels_paged_devices : image[4] == '7' ? kernels_rows_devices : image[4] == '8' ? kernels_waves_devices : image[4] == '9' ? kernels_rows16_devices : image[4] == '1' || does == ONE_ROW ? kernels_one_row : image[4] == '2' || does == PAGED_ROW ? kernels_paged : kernels;
     if (image[4] == 'K') {
         OwnImage *own = calloc(1, sizeof *own);
         *own = (OwnImage){.rows = (unsigned char)image[5], .does = does, .is_wrong = image[7], .next = own_images};
@@ -809,7 +817,7 @@ int cuModuleGetFunction(Kernel **function, void *module, const char *name) {
     BOUND();
     for (Kernel *k = module; k->name; k++)
         if (!strcmp(k->name, name)) {
-            has_steps |= k->run == rows_kernel || k->run == rows_devices_kernel || k->run == leaving_kernel || k->run == waves_kernel || k->run == waves_devices_kernel;
+            has_steps |= k->run == rows_kernel || k->run == rows_devices_kernel || k->run == rows16_devices_kernel || k->run == leaving_kernel || k->run == waves_kernel || k->run == waves_devices_kernel;
             *function = k;
             return SUCCESS;
         }

@@ -59,7 +59,12 @@ impl Server {
         change: impl FnOnce(&mut Command),
     ) -> Server {
         place.write("tiny.toml", text);
-        let mut command = place.process(&format!("serve tiny.toml --port 0 {arguments}"));
+        Server::start_in(place, "tiny.toml", arguments, change)
+    }
+
+    /// Serves the model `tiny`, whose manifest or export is in `place`.
+    pub(crate) fn start_in(place: Place, of: &str, arguments: &str, change: impl FnOnce(&mut Command)) -> Server {
+        let mut command = place.process(&format!("serve {of} --port 0 {arguments}"));
         change(&mut command);
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();

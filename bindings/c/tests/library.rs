@@ -32,10 +32,15 @@ fn the_header_is_that_of_the_code() {
 
 /// An export of the small trained model below `folder`.
 fn exported(folder: &Path) -> PathBuf {
+    exported_for(folder, 1)
+}
+
+/// The same for this number of devices, which run the model together.
+fn exported_for(folder: &Path, devices: u32) -> PathBuf {
     let model = here().join("../../tests/fixtures/tinystories-llama");
     let text = format!(
         "[model]\nsource = \"path:{}\"\n[precision]\nweights = \"fp32\"\n[decode]\ncontext_max = 256\n\
-         [[target]]\nrecord = \"cpu\"\n",
+         [[target]]\nrecord = \"cpu\"\ndevices = {devices}\n",
         model.display()
     );
     let manifest = Manifest::parse(&text, &folder.join("tiny.toml")).unwrap_or_else(|error| panic!("{error}"));
@@ -188,6 +193,20 @@ fn sequences_fork_go_back_and_end() {
         let said = model.step(&[(one, &[5])]).expect_err("it was freed");
         assert!(said.contains(&format!("sequence {one} is not open")), "{said}");
     }
+}
+
+#[test]
+fn two_devices_give_the_bits_of_one() {
+    let tokens: Vec<u32> = (0..20).map(|i| 2 + i * 13 % 400).collect();
+    let bits = [1, 2].map(|devices| {
+        let folder = tempfile::tempdir().expect("a folder");
+        let model = Opened::of(&exported_for(folder.path(), devices));
+        let (one, mut all) = (model.sequence(), vec![0f32; tokens.len() * model.vocab()]);
+        // SAFETY: the model is open, and every pointer has what the function expects.
+        unsafe { done(monobloc_logits(model.0, tokens.as_ptr(), tokens.len(), all.as_mut_ptr(), all.len())) };
+        (all, model.step(&[(one, &tokens[..7])]).expect("a step"))
+    });
+    assert!(!bits[0].0.is_empty() && bits[0] == bits[1]);
 }
 
 #[test]

@@ -338,6 +338,14 @@ def test_an_export_is_the_same_model(model, export, tmp_path):
     text.write_bytes(sound)
 
 
+def test_an_export_of_two_devices_gives_the_bits_of_one(model, place, program, tmp_path):
+    (place / "two.toml").write_text(MANIFEST + "devices = 2\n")
+    program("export", place / "two.toml", "--out", tmp_path / "two")
+    two, ids = monobloc.load(tmp_path / "two"), model.encode("Once upon a time")
+    assert two.target == "cpu-x2"
+    assert np.array_equal(two.logits(ids), model.logits(ids))
+
+
 def test_other_threads_run_while_a_model_works(model):
     counted = 0
     done = threading.Event()
