@@ -525,7 +525,6 @@ fn resolve(file: &ManifestFile, path: &Path, faults: &mut Vec<Diagnostic>) -> Re
     let SearchFile { trials, minutes, seed, margin, kernel } = *search;
     let Targets { targets, candidates, measured } = resolve_targets(targets, &base_dir, faults)?;
     check_rows(decode, &targets, faults);
-    check_devices(decode, &targets, faults);
     Ok(Manifest {
         name: match name {
             Some(name) => name.get_ref().clone(),
@@ -678,16 +677,6 @@ fn check_rows(decode: &DecodeFile, targets: &[Target], faults: &mut Vec<Diagnost
         let fault = Diagnostic::new(format!("`decode.{key}` has no meaning here"), span, label);
         faults.push(fault.with_help("leave it out, or give the `cpu` target a manifest of its own"));
     }
-}
-
-/// Refuses what several GPUs do not have: kernels that add up in one order are wave kernels.
-fn check_devices(decode: &DecodeFile, targets: &[Target], faults: &mut Vec<Diagnostic>) {
-    let together = |target: &&Target| target.kind == TargetKind::Cuda && target.devices > 1;
-    let Some(target) = targets.iter().find(together) else { return };
-    let Some(flag) = decode.batch_invariant.as_ref().filter(|flag| *flag.get_ref()) else { return };
-    let label = format!("expected it with one GPU a target, found `{}`, which has {}", target.name, target.devices);
-    let fault = Diagnostic::new("`decode.batch_invariant` has no meaning here", flag.span(), label);
-    faults.push(fault.with_help("leave it out: several GPUs have no wave kernels, which add up in one order"));
 }
 
 /// Positions that a person wrote: those above `last` are faults.

@@ -1186,10 +1186,7 @@ fn fake_target() -> Target {
 /// The pack of the fake: sizes of its model, of a kernel for `rows` rows.
 fn sizes(device: &Device, validated: &Validated, rows: u32, vocab: u32) -> Arc<DeviceBuffer> {
     let shape = Shape::of(&validated.schedule().program).unwrap();
-    let mut sizes = device.alloc(20).unwrap();
-    let stream = device.stream().unwrap();
-    sizes.upload(&stream, 0, &[shape.blocks(), shape.page_rows, shape.pages, rows, vocab]).unwrap();
-    Arc::new(sizes)
+    on_each(device, &[shape.blocks(), shape.page_rows, shape.pages, rows, vocab])
 }
 
 /// The pack that the fake's kernels read, and the ids of the vocabulary.
@@ -1210,7 +1207,8 @@ fn session_of(
     cache: Option<Arc<DeviceBuffer>>,
 ) -> Result<RowsSession, SessionError> {
     let (sizes, vocab) = sizes_of(device, validated);
-    let session = RowsSession::load(device, &Queues::of(validated), IMAGE, Trace::Off, STEPS_MAX, sizes, cache)?;
+    let image = if device.others().is_empty() { IMAGE } else { IMAGE_ROWS_DEVICES };
+    let session = RowsSession::load(device, &Queues::of(validated), image, Trace::Off, STEPS_MAX, sizes, cache)?;
     assert_eq!(session.vocab(), vocab);
     Ok(session)
 }
@@ -1908,10 +1906,11 @@ fn sessions_in_one_order(
 ) -> Vec<StepsSession> {
     let plans = derive_alike(validated.schedule(), target, &[16, 32]).unwrap();
     let alike = prove_alike(plans, validated, target).unwrap();
+    let image = if device.others().is_empty() { IMAGE } else { IMAGE_WAVES_DEVICES };
     let load = |proven: &Proven<'_>| {
         let pack = sizes(device, validated, proven.plan().rows, words.vocab());
         let cache = Some(words.cache());
-        StepsSession::load(device, proven, IMAGE, Trace::Off, STEPS_MAX, pack, cache).unwrap()
+        StepsSession::load(device, proven, image, Trace::Off, STEPS_MAX, pack, cache).unwrap()
     };
     alike.plans().iter().map(load).collect()
 }
@@ -1927,11 +1926,14 @@ fn a_text_by_kernels_in_one_order_has_the_tokens_that_its_request_chooses() {
         }
         return;
     }
-    let device = Device::open(0).unwrap();
-    let (model, target) = (Model::of_wide_heads(), fake_target());
-    let validated = model.kernel(8);
-    let words = session_of(&device, &validated, None).unwrap();
-    let sessions = sessions_in_one_order(&device, &validated, &target, &words);
+    text_in_one_order(&Device::open(0).unwrap(), &fake_target());
+}
+
+/// Texts on a device and those that run models together with it.
+fn text_in_one_order(device: &Device, target: &Target) {
+    let validated = Model::of_wide_heads().kernel_on(8, target);
+    let words = session_of(device, &validated, None).unwrap();
+    let sessions = sessions_in_one_order(device, &validated, target, &words);
     let (vocab, context_max) = (words.vocab(), validated.schedule().program.context_max as usize);
     let sessions = sessions.into_iter().map(|session| Box::new(session) as Box<dyn RowLauncher>).collect();
     let mut steps = TextSteps::new(sessions, STEPS_MAX).unwrap();
@@ -2278,19 +2280,50 @@ fn a_row_that_shows_that_it_is_not_alone_is_found() {
         }
         return;
     }
-    let device = Device::open(0).unwrap();
-    let (model, target) = (Model::of_wide_heads(), fake_target());
-    let base = Candidate { sms: 4, ..Candidate::default_for(&model.graph, &target, model.precision) };
+    tell_whether_alike(&Device::open(0).unwrap(), &fake_target());
+}
+
+/// Prints what the comparison of bits says of kernels in one order.
+fn tell_whether_alike(device: &Device, target: &Target) {
+    let model = Model::of_wide_heads();
+    let base = Candidate { sms: 4 * target.devices, ..Candidate::default_for(&model.graph, target, model.precision) };
     let room = Room { rows: 8, sequences: SEQUENCES, positions: u64::from(SEQUENCES) * 256 };
-    let placed = place_rows(&model.graph, "fake", model.precision, 256, &target, &base, room).unwrap();
-    let validated = validate(placed, &target).unwrap();
-    let words = session_of(&device, &validated, None).unwrap();
-    let mut sessions = sessions_in_one_order(&device, &validated, &target, &words);
+    let placed = place_rows(&model.graph, "fake", model.precision, 256, target, &base, room).unwrap();
+    let validated = validate(placed, target).unwrap();
+    let words = session_of(device, &validated, None).unwrap();
+    let mut sessions = sessions_in_one_order(device, &validated, target, &words);
     let mut launchers: Vec<&mut dyn RowLauncher> =
         sessions.iter_mut().map(|session| session as &mut dyn RowLauncher).collect();
     match check_alike(&mut launchers) {
         Ok(alike) => println!("{:?}", Ok::<_, ()>(alike)),
         Err(error) => println!("{error}"),
+    }
+}
+
+/// Kernels in one order on two devices: texts with proposals, requests of a server, and the comparison of their bits.
+#[test]
+fn two_devices_in_one_order_give_rows_the_bits_that_they_have_alone() {
+    const NAME: &str = "two_devices_in_one_order_give_rows_the_bits_that_they_have_alone";
+    if !is_child() {
+        let Some(text) = releasing(NAME, "two devices") else { return };
+        for expected in [
+            "Ok(Alike { kernels: [16, 32], batches: [2, 5, 16, 33], chunks: [1, 7, 16, 64], compared: ",
+            "1 steps of 6 rows in waves",
+            " of a sampler for ",
+        ] {
+            assert!(text.contains(expected), "{expected}: {text}");
+        }
+        return;
+    }
+    let (device, target) = (two_devices().unwrap(), fake_target().on_devices(2));
+    text_in_one_order(&device, &target);
+    tell_whether_alike(&device, &target);
+    let large = Model::of_wide_heads().kernel_on(16, &target);
+    for is_sampled in [false, true] {
+        let words = session_of(&device, &large, None).unwrap();
+        let stepper = stepper_in_one_order(&device, &large, &target, &words, is_sampled).with_rows(72);
+        let figures = requests_alone_and_together(stepper, 68, 60);
+        assert!(figures.steps > figures.launches, "{figures:?}");
     }
 }
 

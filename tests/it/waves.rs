@@ -3207,11 +3207,18 @@ fn a_generated_kernel_in_splits_gives_a_row_the_bits_that_it_has_alone() {
 /// Rows alone on the kernel for 32 rows, and cut elsewhere and beside others on that for 64: keys, values and tokens are the same.
 #[test]
 fn generated_kernels_in_one_order_give_rows_the_bits_that_they_have_alone() {
-    const NAME: &str = "generated_kernels_in_one_order_give_rows_the_bits_that_they_have_alone";
-    let ((_folder, imported), target) = (stored(&wide("families/qwen3")), small());
-    let validated = kernel(&imported.graph, &target);
-    let plans = derive_alike(validated.schedule(), &target, &[32, 64]).unwrap();
-    let alike = prove_alike(plans, &validated, &target).unwrap_or_else(|rules| panic!("{}", listed(&rules)));
+    rows_have_the_bits_that_they_have_alone(
+        "generated_kernels_in_one_order_give_rows_the_bits_that_they_have_alone",
+        &small(),
+    );
+}
+
+/// The same on a target, in the memory of each of its devices.
+pub fn rows_have_the_bits_that_they_have_alone(name: &str, target: &Target) {
+    let (_folder, imported) = stored(&wide("families/qwen3"));
+    let validated = kernel(&imported.graph, target);
+    let plans = derive_alike(validated.schedule(), target, &[32, 64]).unwrap();
+    let alike = prove_alike(plans, &validated, target).unwrap_or_else(|rules| panic!("{}", listed(&rules)));
     let shape = Shape::of(&validated.schedule().program).unwrap();
     let blocks = shape.blocks();
     let pages: Vec<u32> = (0..3 * blocks).map(|block| (block * 7 + 5) % shape.pages).collect();
@@ -3248,18 +3255,24 @@ fn generated_kernels_in_one_order_give_rows_the_bits_that_they_have_alone() {
         launches.push((order.into_iter().flat_map(last).collect(), steps));
         launches
     };
-    let of = |bytes: &[u8]| -> Vec<_> {
+    // As bits: a device leaves the heads of another one as they were, which are no numbers.
+    let of = |bytes: &[u8]| -> Vec<u64> {
         let of_text = |n: usize| {
             let pages = &pages[n * blocks as usize..][..blocks as usize];
             cached(validated.schedule(), bytes, pages, texts[n].len() + steps as usize - 1)
         };
-        (0..3).map(of_text).collect()
+        (0..3).flat_map(of_text).flatten().flatten().flatten().map(f64::to_bits).collect()
     };
     let alone: Vec<Launch> = alone.collect();
-    let Some(Ran { cache, tokens: told, .. }) = run_kernel(&imported, &alike.plans()[0], &alone, &pages) else {
-        return skipped(NAME, "C++ compiler", "`c++`");
+    let Some(Ran { cache, others, tokens: told, .. }) = run_kernel(&imported, &alike.plans()[0], &alone, &pages) else {
+        return skipped(name, "C++ compiler", "`c++`");
     };
-    let expected = of(&cache);
+    let of_each = |cache: &[u8], others: &[Vec<u8>]| -> Vec<_> {
+        [of(cache)].into_iter().chain(others.iter().map(|cache| of(cache))).collect()
+    };
+    let expected = of_each(&cache, &others);
+    assert_eq!(expected.len() as u32, target.devices);
+    assert!((0..expected[0].len()).all(|at| expected.iter().any(|of| !f64::from_bits(of[at]).is_nan())));
     // From the last launch of each text: its token, and the decided one.
     let mut at = 0;
     let decided: Vec<&[i32]> = alone
@@ -3274,9 +3287,9 @@ fn generated_kernels_in_one_order_give_rows_the_bits_that_they_have_alone() {
         let proven = &alike.plans()[plan];
         let launches = together(chunk, proven.plan().rows as usize, order);
         let ran = run_kernel(&imported, proven, &launches, &pages).expect("a compiler, it was there before");
-        let Ran { cache, tokens: told, .. } = ran;
+        let Ran { cache, others, tokens: told, .. } = ran;
         let what = format!("chunks of {chunk} on the kernel for {} rows", proven.plan().rows);
-        assert!(of(&cache) == expected, "{what}: keys or values");
+        assert!(of_each(&cache, &others) == expected, "{what}: keys or values");
         let last = &told[told.len() - 3 * (steps as usize + 1)..];
         for (row, n) in order.into_iter().enumerate() {
             let found: Vec<i32> = last.iter().skip(row).step_by(3).copied().collect();

@@ -7,14 +7,14 @@ use monobloc::model::config::Imported;
 use monobloc::rows::Shape;
 use monobloc::target::Target;
 use monobloc::validate::Validated;
-use monobloc::waves::{Form, Over, Plan, derive, derive_ragged, prove};
+use monobloc::waves::{Form, Over, Plan, derive, derive_alike, derive_ragged, prove};
 
 use crate::formats::{all, named, rounded};
 use crate::nvrtc::nvrtc;
 use crate::skipped;
 use crate::waves::{
-    Ran, TILES_COLS, form_compiles, given, kernel, of_size, proven, rows_of, run_kernel, run_kernel_after, small,
-    stored, tokens, wide, with_tail,
+    Ran, TILES_COLS, form_compiles, given, kernel, of_size, proven, rows_have_the_bits_that_they_have_alone, rows_of,
+    run_kernel, run_kernel_after, small, stored, tokens, wide, with_tail,
 };
 use crate::waves_experts::of_layers;
 
@@ -126,6 +126,15 @@ fn generated_chunks_of_several_devices_have_the_bits_of_one() {
     }
 }
 
+/// With `batch_invariant`, rows in batches and chunks have the bits that they have alone.
+#[test]
+fn generated_kernels_of_two_devices_in_one_order_give_rows_the_bits_that_they_have_alone() {
+    rows_have_the_bits_that_they_have_alone(
+        "generated_kernels_of_two_devices_in_one_order_give_rows_the_bits_that_they_have_alone",
+        &together(2),
+    );
+}
+
 /// Each device has the units that it holds, the heads that it keeps, and all rows.
 #[test]
 fn devices_divide_units_and_heads_and_no_rows() {
@@ -227,6 +236,9 @@ fn what_several_devices_have_no_waves_for_is_refused_by_name() {
     assert!(refusal(&experts, Form::Steps, 32).ends_with("wave kernels with experts run on one"));
     let dense = wide("families/llama-gqa");
     let validated = kernel(&dense.graph, &target);
+    // Without waves no kernel adds up in one order.
+    let alike = derive_alike(kernel(&experts.graph, &target).schedule(), &target, &[32, 64]).unwrap_err().to_string();
+    assert!(alike.ends_with("wave kernels with experts run on one"), "{alike}");
     let cut = derive_ragged(validated.schedule(), &target, 64).unwrap_err().to_string();
     assert!(cut.ends_with("KV splits are dealt out among the SMs of one"), "{cut}");
 }
