@@ -267,6 +267,14 @@ impl Target {
         Target { name: format!("{}-x{devices}", self.name), devices, ..self }
     }
 
+    /// One of the devices of [`Target::on_devices`].
+    pub fn one_of(self) -> Target {
+        match self.name.strip_suffix(&format!("-x{}", self.devices)) {
+            Some(name) if self.devices > 1 => Target { name: name.to_string(), devices: 1, ..self },
+            _ => Target { devices: 1, ..self },
+        }
+    }
+
     /// SMs of all devices.
     pub fn sms(&self) -> u32 {
         self.spec.sm_count.saturating_mul(self.devices.max(1))
@@ -330,14 +338,9 @@ impl Target {
 impl TargetRecord {
     /// The record of one device that a target with these figures is made of ([`Target::on_devices`], [`Measured::of_devices`]).
     pub fn of_one_device(target: Target, measured: Measured) -> TargetRecord {
-        let devices = target.devices.max(1);
-        let name = target.name.strip_suffix(&format!("-x{devices}")).filter(|_| devices > 1).unwrap_or(&target.name);
         // Exact, because the numbers of devices are powers of two.
-        let each = measured.read_bytes_per_s.map(|all| all / f64::from(devices));
-        TargetRecord {
-            target: Target { name: name.to_string(), devices: 1, ..target },
-            measured: Measured { read_bytes_per_s: each, ..measured },
-        }
+        let each = measured.read_bytes_per_s.map(|all| all / f64::from(target.devices.max(1)));
+        TargetRecord { target: target.one_of(), measured: Measured { read_bytes_per_s: each, ..measured } }
     }
 
     /// The record `name` inside the binary.

@@ -479,6 +479,7 @@ pub(super) fn load_verifier(
     let positions = u64::from(chain.context.manifest.decode.context_max);
     let room = Room { rows: step_rows_for(rows)?, sequences: 1, positions };
     let kernel = StepsKernels::new(&chain.context, &chain.candidate).of(room)?;
+    refuse_turns(&prepared.target, rows, &kernel)?;
     beside_one_row(&chain, &kernel.validated, chain.validated()?)?;
     if prepared.checking == Checking::Required {
         let does = Does::Steps { rows: kernel.rows, by: kernel.by };
@@ -487,6 +488,19 @@ pub(super) fn load_verifier(
         ensure_beside(prepared, &chain, device, &set, one)?;
     }
     load_launcher(&chain, device, &kernel, 1, one.pack(), Some(one.cache()))
+}
+
+/// Refuses steps of `rows` rows that several devices would need more than one launch of their kernel for.
+///
+/// # Errors
+/// There are several devices, and the kernel has fewer rows.
+pub(super) fn refuse_turns(target: &Target, rows: u32, kernel: &StepsKernel) -> Result<(), Fault> {
+    let (devices, most) = (target.devices, kernel.launch_rows());
+    if devices == 1 || rows <= most {
+        return Ok(());
+    }
+    let message = format!("no kernel of {devices} devices runs {rows} rows of this model, at most {most}");
+    Err(Fault::input(message).with_remedy("ask for fewer rows, or name a target of one device with `--target`"))
 }
 
 /// Takes a kernel whose cache is that of `one`, the chain's own, which has one row.
@@ -631,12 +645,7 @@ pub fn bench_rows(
             }
             _ => StepsKernels::new(&chain.context, &chain.candidate).of(room(kernel))?,
         };
-        if target.devices > 1 && of_steps.launch_rows() < of_steps.rows {
-            let (devices, most) = (target.devices, of_steps.launch_rows());
-            let message = format!("no kernel of {devices} devices runs {kernel} rows of this model, at most {most}");
-            let remedy = "ask for fewer rows, or name a target of one device with `--target`";
-            return Err(Fault::input(message).with_remedy(remedy));
-        }
+        refuse_turns(target, kernel, &of_steps)?;
         let validated = of_steps.validated.as_ref();
         workspace.report.note(&format!("{kernel} rows: proven in {:.0} ms", begun.elapsed().as_secs_f64() * 1e3));
         let device_pack = match &shared {

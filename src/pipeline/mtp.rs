@@ -36,7 +36,6 @@ use super::checks::Checking;
 use super::evaluate::ensure_checked;
 use super::execute::upload_pack;
 use super::invariant;
-use super::runner::one_device;
 use super::stages::{BuildContext, checkpoint_folder};
 use super::{Prepared, Workspace};
 
@@ -108,8 +107,8 @@ impl Prepared {
     /// # Errors
     /// A target that no draft runs on; a checkpoint without a draft; a draft that computes something else.
     pub fn mtp(&self, workspace: &Workspace) -> Result<Mtp, Fault> {
-        let target = &self.target;
-        one_device(&self.target, &format!("is a draft for `{OPTION}`"))?;
+        // Of several devices the first one runs the draft alone, as it runs that of a model on one.
+        let target = &self.target.clone().one_of();
         if invariant::is_asked(&self.manifest, target) {
             let message =
                 format!("`{OPTION}` reads what a batch kernel leaves, and with `batch_invariant` no batch kernel runs");

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::batch::{Batched, cpu_batches};
 use super::checks::{self, Checking, Checks, by_interpreter};
-use super::device_rows::Prefill;
+use super::device_rows::{Prefill, refuse_turns};
 use super::device_steps::By;
 use super::execute::{self, Devices, upload_pack};
 use super::exported::{Does, Exported, Kernel, cpu_kind};
@@ -13,7 +13,7 @@ use super::invariant;
 use super::kernels::{self, KernelSet, Served};
 use super::keys::{Hardware, WeightsId};
 use super::mtp::{Mtp, OPTION};
-use super::runner::{LazyPrefill, LazyVerifier, On, Runner, SNAPSHOTS, one_device};
+use super::runner::{LazyPrefill, LazyVerifier, On, Runner, SNAPSHOTS};
 use super::{Prepared, Serving, Workspace, prepare};
 use crate::codegen::abi::Queues;
 use crate::codegen::emit::Trace;
@@ -292,7 +292,6 @@ fn runner(from: &FromExport) -> Result<Runner<'_>, Fault> {
     let of_verifier = (Arc::clone(&validated), hardware.clone(), set.clone());
     // In an export the kernel that reads prompts also verifies: mostly it has more rows than a proposal needs.
     let verifier = LazyVerifier::new(device.clone(), move |device, one, rows| {
-        one_device(target, "verifies proposed tokens")?;
         let (reference, hardware, set) = &of_verifier;
         let Some(PromptSet { set, files }) = set else {
             return Err(Fault::input(format!("the export has no kernel for several rows on target `{}`", target.name))
@@ -303,6 +302,7 @@ fn runner(from: &FromExport) -> Result<Runner<'_>, Fault> {
         let (steps, kernel) = set.steps().into_iter().next().ok_or_else(none)?;
         let queues = Queues::of(&steps.validated);
         let (cubin, pack, cache) = (&kernel.code.bytes, one.pack(), Some(one.cache()));
+        refuse_turns(target, rows, &steps)?;
         if rows > steps.launch_rows() {
             return Ok(Box::new(TurnsSession::load(device, &queues, cubin, (rows, 1), pack, cache)?));
         }

@@ -18,7 +18,6 @@ use crate::manifest::Decode;
 use crate::report::Report;
 use crate::sample::{Decided, Request, RequestSettings, SampleError, SampleSettings, TokenCounts};
 use crate::speculate::Speculation;
-use crate::target::Target;
 use crate::text::counted;
 
 use super::batch::PAGE_ROWS;
@@ -241,10 +240,8 @@ impl Prepared {
         }
         let pack = chain.pack()?;
         let session = load_session(workspace, &device, &self.validated, &cubin.bytes, &pack, Trace::Off, steps_max)?;
-        let verifier = LazyVerifier::new(device.clone(), |device, one, rows| {
-            one_device(&self.target, "verifies proposed tokens")?;
-            load_verifier(workspace, self, device, one, rows)
-        });
+        let verifier =
+            LazyVerifier::new(device.clone(), |device, one, rows| load_verifier(workspace, self, device, one, rows));
         let prefill =
             LazyPrefill::new(&workspace.report, device, |device, one| Prefill::load(workspace, self, device, one));
         let on = On::Device { session: Box::new(session), prefill, verifier, steps_max };
@@ -256,15 +253,6 @@ impl Prepared {
         let (batches, keys) = one_text(&self.manifest.decode, self.imported.graph.has_state());
         Ok(place_rows(&chain.context, &self.candidate, &batches, keys)?.1)
     }
-}
-
-/// Refuses a kernel that several devices do not have.
-pub(super) fn one_device(target: &Target, does: &str) -> Result<(), Fault> {
-    if target.devices == 1 {
-        return Ok(());
-    }
-    let message = format!("no kernel of {} devices {does}", target.devices);
-    Err(Fault::input(message).with_remedy("name a target of one device with `--target`"))
 }
 
 /// Steps of one text on the CPU: a chunk of its prompt, or one token. The first that fits counts; a chunk that the manifest asks for is the

@@ -99,6 +99,8 @@ const IMAGE_PAGED_DEVICES: &[u8] = b"\x7fELF6";
 const IMAGE_ROWS_DEVICES: &[u8] = b"\x7fELF7";
 /// The same for their batch kernel of 16 rows, over a pack with the sizes of another one.
 const IMAGE_ROWS16_DEVICES: &[u8] = b"\x7fELF9";
+/// The same for their batch kernel that leaves something for a draft.
+const IMAGE_LEAVING_DEVICES: &[u8] = b"\x7fELFA";
 /// The same for their wave kernels.
 const IMAGE_WAVES_DEVICES: &[u8] = b"\x7fELF8";
 const ONE: LaunchShape = LaunchShape { grid: 1, block: 32, smem_dynamic_bytes: 0, cluster: 1, kept: None };
@@ -403,10 +405,10 @@ impl TextOnFake {
     }
 
     /// With the image of the batch kernels, and contexts of this many pages.
-    fn with_rows(device: &Device, model: &Model, image: &[u8], waves: &[&[u8]], blocks: u32) -> TextOnFake {
-        let target = fake_target();
+    fn with_rows(device: &Device, model: &Model, image: &'static [u8], waves: &[&[u8]], blocks: u32) -> TextOnFake {
+        let target = fake_target().on_devices(device.count());
         let (graph, precision) = (&model.graph, model.precision);
-        let base = Candidate { sms: 4, ..Candidate::default_for(graph, &target, precision) };
+        let base = Candidate { sms: 4 * target.devices, ..Candidate::default_for(graph, &target, precision) };
         let placed = |context_max: u32| {
             let room = Room { rows: 8, sequences: 1, positions: u64::from(context_max) };
             place_rows(graph, "fake", precision, context_max, &target, &base, room).unwrap()
@@ -419,16 +421,15 @@ impl TextOnFake {
         let program = lower(graph, "fake", precision, context_max, &candidate).unwrap();
         let one_row = validate(schedule(program, &target, &candidate).unwrap(), &target).unwrap();
         let vocab = graph.vocab;
-        let mut sizes = device.alloc(32).unwrap();
         let program = &rows.schedule().program;
         let left = program.head_input().unwrap();
         let (at, of) = (rows.schedule().placement[left.index()].unwrap(), &program.buffers[left.index()]);
         let phase = words_bytes(of.rows, of.cols, of.dtype) as u32;
         let words = [shape.blocks(), shape.page_rows, shape.pages, shape.rows, vocab, at as u32, phase, of.cols];
-        sizes.upload(&device.stream().unwrap(), 0, &words).unwrap();
-        let (queues, pack) = (Queues::of(&one_row), Arc::new(sizes));
-        let one = Session::load_sharing(device, &queues, IMAGE_ONE_ROW, Trace::Off, 16, pack).unwrap();
-        let queues = Queues::of(&rows);
+        let (queues, pack) = (Queues::of(&one_row), on_each(device, &words));
+        let one =
+            Session::load_sharing(device, &queues, image_for(device, IMAGE_ONE_ROW), Trace::Off, 16, pack).unwrap();
+        let (queues, image) = (Queues::of(&rows), image_for(device, image));
         let cache = Some(one.cache());
         let verifier = RowsSession::load(device, &queues, image, Trace::Off, 1, one.pack(), cache).unwrap();
         let waves =
@@ -436,6 +437,18 @@ impl TextOnFake {
         let prefill = Prefill::of(device, &target, &queues, image, waves, &one).unwrap();
         TextOnFake { one, verifier, prefill, vocab, context_max }
     }
+}
+
+/// The image of a kernel for a device that runs models together with another one, by that for one device.
+fn image_for(device: &Device, of_one: &'static [u8]) -> &'static [u8] {
+    let several = [
+        (IMAGE, IMAGE_ROWS_DEVICES),
+        (IMAGE_ONE_ROW, IMAGE_DEVICES),
+        (IMAGE_PAGED, IMAGE_PAGED_DEVICES),
+        (IMAGE_LEAVING, IMAGE_LEAVING_DEVICES),
+    ];
+    let found = several.into_iter().find(|(of, _)| *of == of_one && device.count() > 1);
+    found.map_or(of_one, |(_, of_several)| of_several)
 }
 
 /// The first two devices of the fake, which run models together.
@@ -607,6 +620,30 @@ fn proposed_tokens_on_a_device_change_no_token() {
     assert_eq!(on.prefill.decide(&prompt, greedy.sampler()).unwrap(), Some(expected));
 }
 
+/// The same on two devices: proposals of texts, with and without waves and states, and those of a draft, which is shown what the model left, also in
+/// a server.
+#[test]
+fn two_devices_verify_proposals() {
+    const NAME: &str = "two_devices_verify_proposals";
+    if !is_child() {
+        let Some(text) = releasing(NAME, "two devices") else { return };
+        assert!(text.matches("a chunk of ").count() > 8 && text.matches("a tail").count() > 4, "{text}");
+        return;
+    }
+    let device = two_devices().unwrap();
+    texts_with_proposals(TextOnFake::new(&device, &Model::tiny(), &[]), 12, 60, 3);
+    texts_with_proposals(TextOnFake::new(&device, &Model::with_states(), &[]), 24, 60, 3);
+    let on = TextOnFake::new(&device, &Model::of_wide_heads(), &[IMAGE_WAVES_DEVICES, IMAGE_WAVES_DEVICES]);
+    let longest = on.context_max as usize * 3 / 4;
+    texts_with_proposals(on, 24, longest, 4);
+    let leaving = TextOnFake::with_rows(&device, &Model::with_states(), IMAGE_LEAVING, &[], 2);
+    texts_with_draft(leaving, 24, 60, 3, Some(256));
+    let (stepper, seen) = drafted(&device, &Model::with_states(), 4, 2, false);
+    let figures = requests_alone_and_together(stepper, 5, 60);
+    let Proposals { proposed, accepted, .. } = figures.proposals;
+    assert!(accepted > 60 && proposed > accepted && seen.get() > 100, "{figures:?}, {} rows seen", seen.get());
+}
+
 /// The same with recurrent states: sessions and guard know the position of each state, which goes back where a token is not chosen.
 #[test]
 fn proposed_tokens_on_a_device_leave_no_wrong_state() {
@@ -733,18 +770,17 @@ impl TextDraft for Guess {
 
 /// A stepper that verifies proposals by a batch kernel of the fake, and what counts the rows that its drafts were shown.
 fn drafted(device: &Device, model: &Model, blocks: u32, most: usize, waves: bool) -> (Stepwise, Rc<Cell<usize>>) {
-    let validated = model.kernel_of(8, blocks, &fake_target());
+    let target = fake_target().on_devices(device.count());
+    let validated = model.kernel_of(8, blocks, &target);
     let schedule = validated.schedule();
     let left = schedule.program.head_input().unwrap();
     let (at, of) = (schedule.placement[left.index()].unwrap(), &schedule.program.buffers[left.index()]);
     let (shape, vocab) = (Shape::of(&schedule.program).unwrap(), model.graph.vocab);
     let phase = words_bytes(of.rows, of.cols, of.dtype) as u32;
     let words = [shape.blocks(), shape.page_rows, shape.pages, shape.rows, vocab, at as u32, phase, of.cols];
-    let mut sizes = device.alloc(32).unwrap();
-    sizes.upload(&device.stream().unwrap(), 0, &words).unwrap();
-    let (queues, pack) = (Queues::of(&validated), Arc::new(sizes));
-    let session = RowsSession::load(device, &queues, IMAGE_LEAVING, Trace::Off, 1, pack, None).unwrap();
-    let target = fake_target();
+    let (queues, pack) = (Queues::of(&validated), on_each(device, &words));
+    let image = image_for(device, IMAGE_LEAVING);
+    let session = RowsSession::load(device, &queues, image, Trace::Off, 1, pack, None).unwrap();
     let waves = waves.then(|| {
         let proven = with_tail(&validated, &target);
         let cubins = [IMAGE, IMAGE];
@@ -1207,8 +1243,8 @@ fn session_of(
     cache: Option<Arc<DeviceBuffer>>,
 ) -> Result<RowsSession, SessionError> {
     let (sizes, vocab) = sizes_of(device, validated);
-    let image = if device.others().is_empty() { IMAGE } else { IMAGE_ROWS_DEVICES };
-    let session = RowsSession::load(device, &Queues::of(validated), image, Trace::Off, STEPS_MAX, sizes, cache)?;
+    let (queues, image) = (Queues::of(validated), image_for(device, IMAGE));
+    let session = RowsSession::load(device, &queues, image, Trace::Off, STEPS_MAX, sizes, cache)?;
     assert_eq!(session.vocab(), vocab);
     Ok(session)
 }
@@ -1482,6 +1518,21 @@ fn an_export_of_two_devices_runs_on_both() {
         }
         let answer = runner.answer(&prompt, 9, &request, &mut |_| ControlFlow::Continue(()));
         assert_eq!(answer.unwrap_or_else(|fault| panic!("{fault}")).tokens, text[length as usize..]);
+        for (most, expected) in [
+            (8, Ok(&text[length as usize..])),
+            (
+                16,
+                Err(
+                    "no kernel can verify proposed tokens: no kernel of 2 devices runs 17 rows of this model, at most 16",
+                ),
+            ),
+        ] {
+            let mut draft = Knowing { text: text.clone(), random: Random::new(3), shown: None };
+            let mut speculation = Speculation::new(&mut draft, most);
+            let answer = runner.speculate(&prompt, 9, &request, &mut speculation, &mut |_| ControlFlow::Continue(()));
+            let found = answer.as_ref().map(|answer| &answer.tokens[..]).map_err(|fault| fault.message.as_str());
+            assert_eq!(found, expected);
+        }
     }
     drop(runner);
     let batched = export.with_sizes_of("serve-8").batched(&OF_EXPORT).unwrap_or_else(|fault| panic!("{fault}"));

@@ -522,6 +522,15 @@ static void leaving_kernel(const Call *call) {
         }
     }
 }
+// The same of two devices.
+static void leaving_devices_kernel(const Call *call) {
+    if (comes_together(call, (const Address *)((const RowsParams *)call->argument[0] + 1))) {
+        pthread_mutex_lock(&devices_lock);
+        leaving_kernel(call);
+        pthread_mutex_unlock(&devices_lock);
+    }
+    went[call->device]++;
+}
 // The decode kernel of a draft, which decides by its token and by what it is given. The pack has its positions, the values of a vector, the vocabulary,
 // and where the exchange has what it leaves: packets. Later steps are given what the step before left, with its norm.
 typedef struct {
@@ -773,6 +782,7 @@ static Kernel kernels_waves_devices[] = {{"monobloc_waves", waves_devices_kernel
 static Kernel kernels_draft[] = {{"monobloc_decode", draft_kernel, {offsetof(RowsParams, rows) + sizeof(Given)}, 0}, {0}};
 // A batch kernel that leaves something for a draft.
 static Kernel kernels_leaving[] = {{"monobloc_decode", leaving_kernel, {sizeof(RowsParams)}, 0}, {0}};
+static Kernel kernels_leaving_devices[] = {{"monobloc_decode", leaving_devices_kernel, {sizeof(RowsParams) + 14 * 8}, 0}, {0}};
 // The same, over a pool of pages: they and their sequence are parameters, too.
 static Kernel kernels_paged[] = {{"monobloc_decode", paged_kernel, {offsetof(RowsParams, rows) + 16}, 0}, {0}};
 static Kernel kernels[] = {
@@ -801,7 +811,7 @@ int cuModuleLoadData(void **module, const char *image) {
     BOUND();
     if (memcmp(image, "\177ELF", 4)) return INVALID_IMAGE;
     unsigned char does = image[4] == 'K' ? image[6] : ANYTHING;
-    *module = image[4] == '4' ? kernels_leaving : image[4] == '5' ? kernels_draft : image[4] == '3' ? kernels_devices : image[4] == '6' ? kernels_paged_devices : image[4] == '7' ? kernels_rows_devices : image[4] == '8' ? kernels_waves_devices : image[4] == '9' ? kernels_rows16_devices : image[4] == '1' || does == ONE_ROW ? kernels_one_row : image[4] == '2' || does == PAGED_ROW ? kernels_paged : kernels;
+    *module = image[4] == '4' ? kernels_leaving : image[4] == '5' ? kernels_draft : image[4] == '3' ? kernels_devices : image[4] == '6' ? kernels_paged_devices : image[4] == '7' ? kernels_rows_devices : image[4] == '8' ? kernels_waves_devices : image[4] == '9' ? kernels_rows16_devices : image[4] == 'A' ? kernels_leaving_devices : image[4] == '1' || does == ONE_ROW ? kernels_one_row : image[4] == '2' || does == PAGED_ROW ? kernels_paged : kernels;
     if (image[4] == 'K') {
         OwnImage *own = calloc(1, sizeof *own);
         *own = (OwnImage){.rows = (unsigned char)image[5], .does = does, .is_wrong = image[7], .next = own_images};
@@ -817,7 +827,7 @@ int cuModuleGetFunction(Kernel **function, void *module, const char *name) {
     BOUND();
     for (Kernel *k = module; k->name; k++)
         if (!strcmp(k->name, name)) {
-            has_steps |= k->run == rows_kernel || k->run == rows_devices_kernel || k->run == rows16_devices_kernel || k->run == leaving_kernel || k->run == waves_kernel || k->run == waves_devices_kernel;
+            has_steps |= k->run == rows_kernel || k->run == rows_devices_kernel || k->run == rows16_devices_kernel || k->run == leaving_kernel || k->run == leaving_devices_kernel || k->run == waves_kernel || k->run == waves_devices_kernel;
             *function = k;
             return SUCCESS;
         }

@@ -1,5 +1,6 @@
 //! Tests drafts of the layer that predicts further tokens (MTP): their numbers, the proof of their programs, and texts with their proposals.
 
+use std::fs;
 use std::sync::Arc;
 
 use monobloc::candidate::Candidate;
@@ -254,6 +255,28 @@ fn texts_with_a_draft_are_those_without() {
     }
 }
 
+/// Of two devices the first one runs the draft. Texts are those of one device, with the draft and without.
+#[test]
+fn texts_with_a_draft_of_two_devices_are_those_of_one() {
+    for name in DRAFTS {
+        let place = Place::new();
+        place.manifest(&fixture(name), 96);
+        let text = fs::read_to_string(place.path("m.toml")).expect("a manifest");
+        place.write("two.toml", text.replace("record = \"cpu\"", "record = \"cpu\"\ndevices = 2"));
+        for options in ["--lookup 3", "--draft mtp:4", "--draft mtp --temperature 0.7 --seed 3"] {
+            let ids = "5,9,33,12,7,40,41,42,8,9,10,11";
+            let run = |of: &str| {
+                let command = format!("generate {of} --ids {ids} --max-tokens 40 --ignore-eos --json {options}");
+                place.run(&command).code(0).json()
+            };
+            let (one, two) = (run("m.toml"), run("two.toml"));
+            for key in ["ids", "accepted", "proposed", "verifying_steps"] {
+                assert!(one[key] == two[key] && !one[key].is_null(), "{name}: {options}: {key}");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_draft_that_cannot_run_is_refused_by_name() {
     let place = Place::new();
@@ -291,12 +314,15 @@ fn a_draft_that_cannot_run_is_refused_by_name() {
 #[test]
 fn a_server_with_a_draft_gives_the_same_texts() {
     for (name, most) in [(DRAFTS[0], "mtp"), (DRAFTS[1], "mtp:3")] {
-        let serve = |options: &str| {
+        let serve = |devices: u32, options: &str| {
             let place = Place::new();
-            let checkpoint = with_words(&place, name, VOCAB);
-            Server::start_of(place, &checkpoint, 96, &format!("--max-batch 4 --max-chunk 5 {options}"), |_| {})
+            let text = manifest_text(&format!("path:{}", with_words(&place, name, VOCAB).display()), 96);
+            let text = text.replace("record = \"cpu\"", &format!("record = \"cpu\"\ndevices = {devices}"));
+            Server::start_of_manifest(place, &text, &format!("--max-batch 4 --max-chunk 5 {options}"), |_| {})
         };
-        let servers = [serve(""), serve(&format!("--draft {most}"))];
+        // Of a server with a draft, also on two devices.
+        let devices = if name == DRAFTS[0] { 1 } else { 2 };
+        let servers = [serve(1, ""), serve(devices, &format!("--draft {most}"))];
         let body = |case: u32| {
             // Every other prompt begins with a common part of more than a page.
             let common = if case.is_multiple_of(2) { 20 } else { case % 3 };
