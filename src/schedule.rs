@@ -83,7 +83,7 @@ fn check_formats(program: &Program, target: &Target) -> Result<(), Infeasible> {
     Ok(())
 }
 
-/// Programs, SMs and mechanisms of several devices. What crosses must be its own flag: a counter orders memory of one device.
+/// Programs and mechanisms of several devices. What crosses must be its own flag: a counter orders memory of one device.
 fn check_devices(program: &Program, target: &Target, c: &Candidate) -> Result<(), Infeasible> {
     let devices = target.devices;
     if devices == 1 {
@@ -91,10 +91,6 @@ fn check_devices(program: &Program, target: &Target, c: &Candidate) -> Result<()
     }
     if let Some(what) = shards::refuses(program, target) {
         return Err(Infeasible::Devices { what, devices, target: target.name.clone() });
-    }
-    if !c.sms.is_multiple_of(devices) {
-        let expected = format!("a multiple of {devices}, for devices have equal numbers of SMs");
-        return Err(Infeasible::Knob { knob: "sms", value: c.sms, expected });
     }
     if c.mechanism != Mechanism::Packets {
         let expected = format!("packets on `{}`, which has {devices} devices", target.name);
@@ -276,6 +272,10 @@ pub fn check_knobs(head_units: u32, target: &Target, c: &Candidate) -> Result<()
         return Err(Infeasible::Sms { sms: c.sms, most, target: target.name.clone() });
     }
     let knob = |knob, value, expected: &str| Err(Infeasible::Knob { knob, value, expected: expected.to_string() });
+    if !c.sms.is_multiple_of(target.devices) {
+        let expected = format!("a multiple of {}, for devices have equal numbers of SMs", target.devices);
+        return knob("sms", c.sms, &expected);
+    }
     if c.sms > head_units {
         // Every SM must run a head task: its arg-max store is the release of what it wrote to the cache.
         return knob("sms", c.sms, &format!("at most {head_units}, the units of the head"));

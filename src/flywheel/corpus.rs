@@ -789,7 +789,7 @@ mod tests {
             let mut reader = csv::ReaderBuilder::new().flexible(true).from_path(&path).unwrap();
             let counts: Vec<usize> = reader.records().map(|record| record.unwrap().len()).collect();
             let torn = counts.get(1).is_some_and(|count| *count > COLUMNS.len());
-            assert!(counts == [74, 74] || (torn && counts.len() == 3 && counts[2] == 74), "cut at {cut}: {counts:?}");
+            assert!(counts == [75, 75] || (torn && counts.len() == 3 && counts[2] == 75), "cut at {cut}: {counts:?}");
         }
     }
 
@@ -860,21 +860,46 @@ mod tests {
         assert_eq!(one(&new).trials, [read.trials[0].clone(), row_of(2)]);
     }
 
+    /// Copies a file as one of schema 3, without a column.
+    fn copy_without(column: &str, from: &Path, to: &Path) {
+        let at = COLUMNS.iter().position(|known| known.name == column).unwrap();
+        let mut reader = csv::ReaderBuilder::new().has_headers(false).from_path(from).unwrap();
+        let mut writer = csv::Writer::from_path(to).unwrap();
+        for record in reader.records() {
+            let record = record.unwrap();
+            let cells = record.iter().enumerate().filter(|(column, _)| *column != at);
+            writer.write_record(cells.map(|(_, cell)| if cell == "4" { "3" } else { cell })).unwrap();
+        }
+    }
+
+    #[test]
+    fn rows_without_devices_have_them_in_the_name_of_their_target() {
+        for (target, devices) in [("h200", 1), ("h200-x2", 2), ("my-x", 1)] {
+            let folder = tempfile::tempdir().unwrap();
+            let [old, new] = ["old.csv", "new.csv"].map(|name| folder.path().join(name));
+            let mut facts = row_of(1).facts().clone();
+            (facts.machine.target, facts.machine.devices) = (target.to_string(), devices);
+            let of =
+                |facts| Trial::new(facts, row_of(1).verdict().clone(), std::time::SystemTime::UNIX_EPOCH, 3).unwrap();
+            append(&new, &[of(facts.clone())]).unwrap();
+            copy_without("devices", &new, &old);
+            for path in [&new, &old] {
+                let found: Vec<u32> = one(path).trials.iter().map(|trial| trial.facts().machine.devices).collect();
+                assert_eq!(found, [devices], "{target}");
+            }
+            let id = of(facts.clone()).trial_id();
+            facts.machine.devices += 1;
+            assert_ne!(of(facts).trial_id(), id, "devices are part of what names a row");
+        }
+    }
+
     /// A file of schema 3 has no column `kernel`.
     #[test]
     fn rows_without_a_kernel_are_of_the_decode_kernel() {
         let folder = tempfile::tempdir().unwrap();
         let [old, new] = ["old.csv", "new.csv"].map(|name| folder.path().join(name));
         append(&new, &[row_of(1)]).unwrap();
-        let at = COLUMNS.iter().position(|column| column.name == "kernel").unwrap();
-        let mut reader = csv::ReaderBuilder::new().has_headers(false).from_path(&new).unwrap();
-        let mut writer = csv::Writer::from_path(&old).unwrap();
-        for record in reader.records() {
-            let record = record.unwrap();
-            let cells = record.iter().enumerate().filter(|(column, _)| *column != at);
-            writer.write_record(cells.map(|(_, cell)| if cell == "4" { "3" } else { cell })).unwrap();
-        }
-        drop(writer);
+        copy_without("kernel", &new, &old);
         append(&old, &[row_of(2)]).unwrap();
         let kernels = |path: &Path| {
             let trials = one(path).trials.into_iter();
@@ -953,8 +978,8 @@ mod tests {
         assert_eq!(
             reasons(&corpus),
             [
-                (4, "expected 74 cells, found 3"),
-                (5, "expected 74 cells, found 1"),
+                (4, "expected 75 cells, found 3"),
+                (5, "expected 75 cells, found 1"),
                 (6, "is not UTF-8 text"),
                 (7, "written by a newer monobloc: schema 7, this one reads 4"),
                 (8, "column `layers`: expected a number, found `many`"),
@@ -963,7 +988,7 @@ mod tests {
                 (11, &format!("another row has the id {id}, with other values; the first one counts")),
             ]
         );
-        assert!(corpus.broken[0].to_string().ends_with("trials.csv:4: expected 74 cells, found 3"));
+        assert!(corpus.broken[0].to_string().ends_with("trials.csv:4: expected 75 cells, found 3"));
     }
 
     #[test]

@@ -20,9 +20,9 @@ pub const ADDED_IN_2: [&str; 3] = ["campaign", "trial", "decision"];
 /// Columns of schema 3, for people who group rows. Only the ratio cannot be derived from other columns, so they may be missing from
 /// the header of an older file to which newer rows are appended.
 pub const ADDED_IN_3: [&str; 3] = ["model", "op", "ratio_vs_default"];
-/// Columns of schema 4: the kernel that ran, and where a search on many machines ran a trial. A row without them is of the decode kernel. No row of another
-/// kernel is appended to a file without the first.
-pub const ADDED_IN_4: [&str; 4] = ["kernel", "host", "engine", "job"];
+/// Columns of schema 4: the kernel that ran, where a search on many machines ran a trial, and how many devices ran the model together. A row without them is
+/// of the decode kernel, and of as many devices as the name of its target says. No row of another kernel is appended to a file without the first.
+pub const ADDED_IN_4: [&str; 5] = ["kernel", "host", "engine", "job", "devices"];
 /// What ran in rows of older schemas.
 pub const DECODE_KERNEL: &str = "decode";
 /// Longest text of a cell; a candidate of 60 knobs takes about 1000 bytes.
@@ -46,7 +46,7 @@ const fn column(name: &'static str, unit: &'static str, meaning: &'static str) -
 }
 
 /// All columns in file order. Digests are 64 hex digits of blake3. Cells are empty where nothing was measured.
-pub const COLUMNS: [Column; 74] = [
+pub const COLUMNS: [Column; 75] = [
     column("schema", "count", "version of these columns"),
     column("trial_id", "digest", "names the row: digest of its other columns and a nonce"),
     column("utc", "time", "when the row was made, `2026-01-31T12:00:00Z`"),
@@ -80,13 +80,14 @@ pub const COLUMNS: [Column; 74] = [
     column("weights_dtype", "text", "type of streamed weights"),
     column("cache_dtype", "text", "type of cached keys and values"),
     column("wire_dtype", "text", "type of activations between SMs"),
-    column("target", "text", "name of the target record"),
+    column("target", "text", "name of the target record; with several devices also their number: `h200-x2`"),
     column("target_kind", "text", "`cuda` or `cpu`"),
+    column("devices", "count", "devices that ran the model together; empty in rows of older schemas: see `target`"),
     column("device_name", "text", "as the driver reports it; empty if no device took part"),
-    column("device_uuid", "text", "as the driver reports it"),
+    column("device_uuid", "text", "as the driver reports it; of several devices all, with `+` between them"),
     column("driver", "text", "driver version"),
     column("nvrtc", "text", "compiler version"),
-    column("sm_count", "count", "SMs that take part (worker threads on `cpu`)"),
+    column("sm_count", "count", "SMs that take part, of all devices (worker threads on `cpu`)"),
     column("context_max", "positions", "positions the kernel was built for"),
     column("candidate", "text", "the knobs, `name=value;name=value`"),
     column("candidate_digest", "digest", "the same as one word"),
@@ -223,6 +224,8 @@ pub struct Origin {
 pub struct Machine {
     pub target: String,
     pub target_kind: String,
+    /// Devices that ran the model together.
+    pub devices: u32,
     pub device_name: String,
     pub device_uuid: String,
     pub driver: String,
@@ -616,7 +619,7 @@ impl Trial {
             wire_dtype,
             kernel,
         } = model;
-        let Machine { target, target_kind, device_name, device_uuid, driver, nvrtc, sm_count } = machine;
+        let Machine { target, target_kind, devices, device_name, device_uuid, driver, nvrtc, sm_count } = machine;
         let Point {
             context_max,
             candidate,
@@ -666,6 +669,7 @@ impl Trial {
             ("wire_dtype", line(wire_dtype)),
             ("target", line(target)),
             ("target_kind", line(target_kind)),
+            ("devices", devices.to_string()),
             ("device_name", line(device_name)),
             ("device_uuid", line(device_uuid)),
             ("driver", line(driver)),
@@ -743,6 +747,7 @@ impl Trial {
         let machine = Machine {
             target: row.text("target")?,
             target_kind: row.text("target_kind")?,
+            devices: row.devices()?,
             device_name: row.text("device_name")?,
             device_uuid: row.text("device_uuid")?,
             driver: row.text("driver")?,
@@ -892,6 +897,14 @@ struct Row<'a> {
 impl Row<'_> {
     fn kernel(&self) -> Result<String, RowFault> {
         self.text("kernel").map(|kernel| if kernel.is_empty() { DECODE_KERNEL.to_string() } else { kernel })
+    }
+
+    fn devices(&self) -> Result<u32, RowFault> {
+        let by_name = |target: &str| target.rsplit_once("-x").and_then(|(_, devices)| devices.parse().ok());
+        Ok(match self.number_or_empty("devices")? {
+            Some(devices) => devices,
+            None => by_name(self.cell("target")?).unwrap_or(1),
+        })
     }
 
     fn cell(&self, column: &'static str) -> Result<&str, RowFault> {
@@ -1121,6 +1134,7 @@ pub(crate) mod tests {
             machine: Machine {
                 target: "h200".into(),
                 target_kind: "cuda".into(),
+                devices: 1,
                 device_name: "NVIDIA H200".into(),
                 device_uuid: "GPU-1".into(),
                 driver: "580.65".into(),

@@ -369,9 +369,6 @@ pub fn can_tune(workspace: &Workspace, manifest: &Manifest, target: &Target) -> 
     if target.kind == TargetKind::Cpu {
         return Ok(());
     }
-    if target.devices > 1 {
-        return Err(format!("a search measures on one device, target `{}` has {}", target.name, target.devices));
-    }
     let host = Host::new(workspace);
     match host.device(target) {
         Err(NotMade::NoDevice { reason, .. }) => return Err(reason),

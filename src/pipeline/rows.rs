@@ -120,11 +120,12 @@ impl TrialRow<'_> {
             machine: Machine {
                 target: context.target.name.clone(),
                 target_kind: context.target.kind.to_string(),
+                devices: context.target.devices,
                 device_name: device(|hardware| &hardware.name),
                 device_uuid: device(|hardware| &hardware.uuid),
                 driver: device(|hardware| &hardware.driver),
                 nvrtc: cubin.map(|cubin| cubin.nvrtc.clone()).unwrap_or_default(),
-                sm_count: if wave.is_some() { context.target.spec.sm_count } else { candidate.sms },
+                sm_count: if wave.is_some() { context.target.sms() } else { candidate.sms },
             },
             point: Point {
                 context_max: context.manifest.decode.context_max,

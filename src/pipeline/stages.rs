@@ -120,14 +120,14 @@ impl Model {
     /// The same model, of which `op` is looked at alone on a target.
     pub fn alone(mut self, op: LayerOp, target: &Target) -> Model {
         self.graph = graph_alone(self.graph, op, target);
-        graph_of(op, &mut self.imported.graph, target.spec.sm_count);
+        graph_of(op, &mut self.imported.graph, target.sms());
         Model { op: Some(op), ..self }
     }
 }
 
 /// Names the graph of a model of which `op` is looked at alone on a target.
 pub(super) fn graph_alone(graph: Digest, op: LayerOp, target: &Target) -> Digest {
-    Digest::of(format!("{graph} {} alone, {} SMs", op.name(), target.spec.sm_count).as_bytes())
+    Digest::of(format!("{graph} {} alone, {} SMs", op.name(), target.sms()).as_bytes())
 }
 
 /// Finds the source and imports it. Headers only, so it is done on every build; the stage is its result.

@@ -31,7 +31,7 @@ use super::checks::{Checks, long_histories, sizes_of};
 use super::device_rows::{Decoding, Reader, STEPS, load_launcher, time_launch, time_prompt};
 use super::device_steps::{By, StepsKernel};
 use super::device_waves::{PromptCubins, check_prompts, plan_prompts, waves_source};
-use super::execute::upload_pack;
+use super::execute::{self, upload_pack};
 use super::made::{Maker, Unmade, prompt_lengths};
 use super::rows::Failure;
 use super::stages::BuildContext;
@@ -167,7 +167,7 @@ impl<'a> WaveChild<'a> {
     /// Loads weights and the batch kernel, and compares that.
     fn open(&self) -> Result<Opened, Fault> {
         let (chain, found) = (&self.chain, self.found()?);
-        let device = Device::open(found.ordinal)?;
+        let device = execute::open(found, chain.context.target)?;
         let base = self.maker.base(&chain.candidate)?;
         let pack = chain.pack()?;
         let on_device = upload_pack(&device, &base, &pack)?;

@@ -326,20 +326,22 @@ impl Space {
             .max(1);
         let head_units = graph.vocab.div_ceil(UNIT_ROWS);
         let unit = unit_bytes(graph.hidden, precision);
-        let sms_max = target.sms().min(head_units).max(1);
+        // Devices have equal numbers of SMs.
+        let whole = |sms: u32| sms / target.devices * target.devices;
+        let sms_max = whole(target.sms().min(head_units)).max(target.devices);
         let own = default.values();
         // One layer shows which variants its ops have.
         let mut layer = graph.clone();
         layer.layers.truncate(1);
         // Some variants need slots that hold whole units: legal is what fits the default's ring, or a ring of such slots.
-        let whole = (1..=4).rev().map(|units| units * unit).find(|bytes| *bytes <= SLOT_BYTES_MAX);
-        let whole = whole.filter(|_| !cpu).map(|slot_bytes| {
+        let slot = (1..=4).rev().map(|units| units * unit).find(|bytes| *bytes <= SLOT_BYTES_MAX);
+        let of_units = slot.filter(|_| !cpu).map(|slot_bytes| {
             let ring_slots = (default.ring_slots * default.slot_bytes / slot_bytes).max(2);
             let [flight_high, flight_low] = [default.flight_high, default.flight_low].map(|n| n.min(ring_slots));
             let flight_free = default.flight_free.min(ring_slots);
             Candidate { slot_bytes, ring_slots, flight_high, flight_low, flight_free, ..default.clone() }
         });
-        let rings = [Some(default.clone()), whole];
+        let rings = [Some(default.clone()), of_units];
         let fits = |at: usize, value: u32| {
             rings.iter().flatten().any(|ring| {
                 let mut values = ring.values();
@@ -359,7 +361,9 @@ impl Space {
                 Grid::Values(values) => values.to_vec(),
                 Grid::EighthsLess(eighths) => eighths
                     .iter()
-                    .flat_map(|e| [sms_max - sms_max * e / 8, sms_max.saturating_sub(*e)])
+                    .flat_map(|e| {
+                        [whole(sms_max - sms_max * e / 8), sms_max.saturating_sub(e.saturating_mul(target.devices))]
+                    })
                     .filter(|sms| *sms > 0)
                     .collect(),
             };
@@ -668,6 +672,22 @@ mod tests {
             return;
         }
         assert_eq!(table, knob_table(), "BLESS=1 writes the table");
+    }
+
+    #[test]
+    fn several_devices_have_equal_numbers_of_sms() {
+        let (graph, one, _) = on_h200(CONFIGS[0]);
+        for devices in [2, 4, 8] {
+            let target = one.clone().on_devices(devices);
+            let default = Candidate::default_for(&graph, &target, BF16);
+            let space = Space::new(&graph, &target, BF16, 4096, default.clone(), |_| 0);
+            let (_, sms) = space.knobs().find(|(knob, _)| knob.name == "sms").expect("a knob");
+            assert!(sms.len() > 8 && sms.iter().all(|sms| sms.is_multiple_of(devices)), "{devices}: {sms:?}");
+            assert_eq!(sms.last(), Some(&(132 * devices)));
+            let odd = Candidate { sms: default.sms - 1, ..default };
+            let refused = space.admits(&odd).expect_err("devices with other numbers of SMs").to_string();
+            assert!(refused.contains(&format!("expected a multiple of {devices}")), "{refused}");
+        }
     }
 
     #[test]

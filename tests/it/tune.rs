@@ -15,6 +15,7 @@ use monobloc::manifest::Manifest;
 use monobloc::pipeline::{self, Tuned, Tuning, Workspace};
 use monobloc::report::Report;
 use monobloc::search::{Space, histories};
+use serde_json::json;
 
 use crate::cli_support::{Place, manifest_text};
 
@@ -529,6 +530,26 @@ fn results_of_an_op_alone_are_tried_first_and_have_no_other_effect() {
     let said = fs::read_to_string(fake.place.path("notes")).unwrap();
     assert!(!said.contains("earlier campaign"), "an op is no campaign of the model: {said}");
     assert!(fake.place.run("status m.toml").code(0).stdout.contains("m on cpu: 1 campaign"));
+}
+
+/// Rows name the target with its devices, which have equal numbers of SMs, and a build takes the best of them.
+#[test]
+fn a_target_of_two_devices_is_searched() {
+    let place = place();
+    let text = fs::read_to_string(place.path("m.toml")).unwrap();
+    place.write("m.toml", text.replace("record = \"cpu\"", "record = \"cpu\"\ndevices = 2"));
+    let tuned = place.run("tune m.toml --max-trials 4 --json").code(0).json();
+    assert_eq!((&tuned[0]["target"], &tuned[0]["trials"]), (&json!("cpu-x2"), &json!(4)));
+    let rows = trials_of(&place.path("flywheel/trials.csv"));
+    for row in &rows {
+        let machine = &row.facts().machine;
+        assert_eq!((machine.target.as_str(), machine.devices, machine.sm_count % 2), ("cpu-x2", 2, 0));
+    }
+    assert!(rows.len() > 4, "{rows:?}");
+    assert!(rows.iter().all(|row| row.verdict().name() == "ok"), "{rows:?}");
+    assert_eq!(place.run("status m.toml --json").code(0).json()[0]["built"], tuned[0]["candidate"]);
+    let found = place.run("tune-op m.toml down --max-trials 1").code(0);
+    assert!(found.stdout.starts_with("cpu-x2: "), "{found:#?}");
 }
 
 #[test]
