@@ -1484,7 +1484,7 @@ impl ExportOnFake {
         }
         self.replace(&pack, &bytes);
         let exported = Exported::open(&self.path("")).unwrap_or_else(|fault| panic!("{fault}"));
-        assert_eq!(exported.manifest().targets, [self.target.clone()]);
+        assert_eq!(exported.manifest().targets, std::slice::from_ref(&self.target));
         Ready::exported(Report::quiet(), exported, &self.target).unwrap().checking(Checking::Skipped)
     }
 }
