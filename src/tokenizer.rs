@@ -11,8 +11,12 @@
 //! here. Memory is not bounded here, and a template or a normaliser may double a string again and again, so
 //! `pipeline::tokens` runs this module in a process with bounded memory.
 
+mod collections;
+mod dialect;
 mod gguf;
 mod jinja;
+mod letters;
+mod methods;
 mod operators;
 mod python;
 mod stops;

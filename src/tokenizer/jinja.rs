@@ -5,9 +5,10 @@ use std::io::{self, Write};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Rest, Tuple};
 use minijinja::{Environment, ErrorKind, Value};
 
-use super::{operators, python};
+use super::{collections, dialect, letters, methods, operators, python};
 
 /// Most instructions that a template may execute; a thousand messages take about 10^5.
 const TEMPLATE_FUEL: u64 = 20_000_000;
@@ -22,7 +23,7 @@ pub(super) fn render(
     context: BTreeMap<&str, Value>,
     now: SystemTime,
 ) -> Result<String, minijinja::Error> {
-    let template = source(template);
+    let template = source(template)?;
     let mut env = environment()?;
     env.set_fuel(Some(TEMPLATE_FUEL));
     env.set_unknown_method_callback(python::method);
@@ -41,7 +42,13 @@ pub(super) fn render(
     env.add_filter("replace", python::replace);
     env.add_filter("indent", python::indent);
     env.add_filter("center", python::center);
-    env.add_filter("first", python::first);
+    env.add_filter("round", python::round);
+    env.add_filter("safe", python::safe);
+    env.add_filter("forceescape", python::escape_again);
+    env.add_filter("upper", |value: &Value| python::of_text(value, str::to_uppercase));
+    env.add_filter("lower", |value: &Value| python::of_text(value, str::to_lowercase));
+    env.add_filter("capitalize", |value: &Value| python::of_text(value, letters::capitalize));
+    env.add_filter("title", |value: &Value| Ok::<_, minijinja::Error>(letters::title_words(&python::str_of(value)?)));
     for name in ["length", "count"] {
         env.add_filter(name, python::length);
     }
@@ -52,6 +59,21 @@ pub(super) fn render(
         env.add_filter(name, python::escape);
     }
     env.add_test("sequence", python::is_sequence);
+    env.add_test("callable", python::is_callable);
+    for name in ["lower", "upper"] {
+        env.add_test(name, move |value: &Value| {
+            Ok::<_, minijinja::Error>(letters::asks(&python::str_of(value)?, &format!("is{name}")))
+        });
+    }
+    env.add_filter("attribute_", methods::attribute);
+    env.add_filter("item_", methods::item);
+    env.add_filter("attr", methods::own_attribute);
+    env.add_filter("slice_", python::slice);
+    env.add_filter("format", |text: &Value, values: Rest<Value>| {
+        python::percent(text, &Value::from(Tuple::from(values.0)))
+    });
+    operators::add_to(&mut env);
+    collections::add_to(&mut env);
     env.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
     });
@@ -64,23 +86,22 @@ pub(super) fn render(
 
 /// Whether a template reads a variable that is given to it.
 pub(super) fn reads(template: &str, name: &str) -> bool {
-    let template = source(template);
-    let env = environment();
-    let parsed = env.as_ref().ok().and_then(|env| env.template_from_str(&template).ok());
+    let (Ok(template), Ok(env)) = (source(template), environment()) else { return false };
+    let parsed = env.template_from_str(&template).ok();
     parsed.is_some_and(|template| template.undeclared_variables(false).contains(name))
 }
 
 /// What is wrong with the syntax of a template.
 pub(super) fn fault(template: &str) -> Option<String> {
-    let template = source(template);
-    let parsed = environment().and_then(|env| env.template_from_str(&template).map(drop));
+    let parsed =
+        source(template).and_then(|template| environment().and_then(|env| env.template_from_str(&template).map(drop)));
     parsed.err().map(|error| chain(&error))
 }
 
 /// A template in the dialect of minijinja. Jinja2 has one kind of line break.
-fn source(template: &str) -> String {
+fn source(template: &str) -> Result<String, minijinja::Error> {
     let template = template.replace("\r\n", "\n").replace('\r', "\n");
-    operators::rewritten(&without_generation_tags(&template))
+    dialect::rewritten(&without_generation_tags(&template)).map_err(python::failed)
 }
 
 fn environment<'a>() -> Result<Environment<'a>, minijinja::Error> {

@@ -9,19 +9,22 @@ use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, ValueOrKwargs, from_args}
 use minijinja::{Error, ErrorKind, Output, State, Value, escape_formatter, filters};
 use minijinja_contrib::pycompat;
 
+use super::collections::{Range, View, items};
+use super::{letters, methods, operators};
+
 /// Deepest nesting that prints: each level takes stack.
 const DEPTH_MAX: usize = 500;
 /// Longest text that a method pads to.
 const WIDTH_MAX: usize = 1 << 20;
 
-fn failed(message: impl Into<String>) -> Error {
+pub fn failed(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message.into())
 }
 
 /// Prints an expression, as `str` has it.
 pub fn print(out: &mut Output<'_>, state: &mut State<'_, '_>, value: &Value) -> Result<(), Error> {
     match value.kind() {
-        ValueKind::Number | ValueKind::Seq | ValueKind::Map => {
+        ValueKind::Number | ValueKind::Seq | ValueKind::Map | ValueKind::Iterable | ValueKind::Plain => {
             out.write_str(&str_of(value)?).map_err(|_| Error::from(ErrorKind::WriteFailure))
         }
         _ => escape_formatter(out, state, value),
@@ -29,7 +32,7 @@ pub fn print(out: &mut Output<'_>, state: &mut State<'_, '_>, value: &Value) -> 
 }
 
 /// `str(value)`.
-fn str_of(value: &Value) -> Result<String, Error> {
+pub fn str_of(value: &Value) -> Result<String, Error> {
     match value.as_str() {
         Some(text) => Ok(text.to_string()),
         None if value.is_undefined() => Ok(String::new()),
@@ -47,9 +50,21 @@ fn repr(value: &Value, out: &mut String, depth: usize) -> Result<(), Error> {
         return Err(failed(format!("a value of more than {DEPTH_MAX} levels cannot be printed")));
     }
     match value.kind() {
+        ValueKind::Undefined => out.push_str("Undefined"),
         ValueKind::Number if !value.is_integer() => out.push_str(&float(number(value)?)),
+        ValueKind::Seq if is_range(value) => {
+            out.extend(value.downcast_object_ref::<Range>().map(Range::text));
+        }
+        ValueKind::Iterable => {
+            let View { name, items } = value
+                .downcast_object_ref::<View>()
+                .ok_or_else(|| failed("an iterator is printed; the filter `list` makes a list of it"))?;
+            out.push_str(&format!("{name}("));
+            repr(&Value::from(items.clone()), out, depth + 1)?;
+            out.push(')');
+        }
         ValueKind::Seq => {
-            let is_tuple = value.downcast_object_ref::<Tuple>().is_some();
+            let is_tuple = operators::is_tuple(value);
             out.push(if is_tuple { '(' } else { '[' });
             let mut count = 0;
             for item in value.try_iter()? {
@@ -65,6 +80,9 @@ fn repr(value: &Value, out: &mut String, depth: usize) -> Result<(), Error> {
                 (false, _) => "]",
             });
         }
+        ValueKind::Map if is_macro(value) => {
+            let _ = write!(out, "<Macro '{}'>", value.get_attr("name")?);
+        }
         ValueKind::Map => {
             out.push('{');
             for (at, (key, value)) in pairs(value)?.into_iter().enumerate() {
@@ -78,14 +96,25 @@ fn repr(value: &Value, out: &mut String, depth: usize) -> Result<(), Error> {
             out.push('}');
         }
         ValueKind::String => match value.as_str() {
+            Some(text) if value.is_safe() => {
+                out.push_str("Markup(");
+                quoted(text, out);
+                out.push(')');
+            }
             Some(text) => quoted(text, out),
             None => return Err(failed("expected a text of characters")),
         },
         _ => {
+            methods::refuse(value)?;
             let _ = write!(out, "{value:?}");
         }
     }
     Ok(())
+}
+
+/// Whether a value is a `range`.
+pub fn is_range(value: &Value) -> bool {
+    value.downcast_object_ref::<Range>().is_some()
 }
 
 /// `repr` of a text: characters that do not print are escaped.
@@ -112,7 +141,7 @@ fn quoted(text: &str, out: &mut String) {
 }
 
 /// As `str.isprintable` has it: no other character, and no separator but the blank.
-fn prints(c: char) -> bool {
+pub fn prints(c: char) -> bool {
     static OTHERS: LazyLock<Option<Regex>> = LazyLock::new(|| Regex::new(r"[\p{C}\p{Z}]").ok());
     !OTHERS.as_ref().is_some_and(|others| others.is_match(c.encode_utf8(&mut [0; 4])).unwrap_or(false))
 }
@@ -165,7 +194,7 @@ pub fn join(value: &Value, arguments: Rest<ValueOrKwargs>) -> Result<String, Err
     named.assert_all_used()?;
     let separator = separator.unwrap_or_default();
     let mut out = String::new();
-    for (at, item) in value.try_iter()?.enumerate() {
+    for (at, item) in items(value)?.into_iter().enumerate() {
         if at > 0 {
             out.push_str(&separator);
         }
@@ -189,8 +218,12 @@ pub fn percent(text: &Value, values: &Value) -> Result<String, Error> {
         Some(_) => values.try_iter()?.collect(),
         None => vec![values.clone()],
     };
+    let conversions = format.replace("%%", "").matches('%').count();
+    if values.len() > conversions && !matches!(&values[..], [only] if only.kind() == ValueKind::Map) {
+        return Err(failed(format!("`%`: expected {conversions} values, found {}", values.len())));
+    }
     // Python prints floats and lists in its own way; with `%s` alone they may be texts.
-    let only_texts = format.replace("%%", "").matches('%').count() == format.replace("%%", "").matches("%s").count();
+    let only_texts = conversions == format.replace("%%", "").matches("%s").count();
     let values = match only_texts {
         true => values.iter().map(|value| str_of(value).map(Value::from)).collect::<Result<Vec<_>, _>>()?,
         false => values,
@@ -220,8 +253,48 @@ pub fn escape(value: &Value) -> Result<Value, Error> {
     if value.is_safe() {
         return Ok(value.clone());
     }
-    let text = str_of(value)?.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
-    Ok(Value::from_safe_string(text.replace('"', "&#34;").replace('\'', "&#39;")))
+    Ok(Value::from_safe_string(escaped(&str_of(value)?)))
+}
+
+/// A text with the entities of markupsafe.
+pub fn escaped(text: &str) -> String {
+    let text = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+    text.replace('"', "&#34;").replace('\'', "&#39;")
+}
+
+/// The filter `forceescape`: escapes what was escaped, too.
+pub fn escape_again(value: &Value) -> Result<Value, Error> {
+    Ok(Value::from_safe_string(escaped(&str_of(value)?)))
+}
+
+/// The filter `safe`.
+pub fn safe(value: &Value) -> Result<Value, Error> {
+    Ok(Value::from_safe_string(str_of(value)?))
+}
+
+/// A filter of texts, which leaves escaped text escaped.
+pub fn of_text(value: &Value, change: impl Fn(&str) -> String) -> Result<Value, Error> {
+    let text = change(&str_of(value)?);
+    Ok(if value.is_safe() { Value::from_safe_string(text) } else { Value::from(text) })
+}
+
+/// The filter `round`.
+pub fn round(value: &Value, precision: Option<i32>, method: Option<String>, arguments: Kwargs) -> Result<Value, Error> {
+    let precision = precision.or(arguments.get("precision")?).unwrap_or(0);
+    let method = method.or(arguments.get("method")?).unwrap_or_else(|| "common".to_string());
+    arguments.assert_all_used()?;
+    let value = if value.kind() == ValueKind::Bool { Value::from(i64::from(value.is_true())) } else { value.clone() };
+    if method == "common" {
+        return filters::round(value, Some(precision), None, Kwargs::from_iter(std::iter::empty::<(&str, Value)>()));
+    }
+    // As Jinja2 does it: scaled, rounded, and divided, so the result is a float.
+    let scale = 10f64.powi(precision);
+    let scaled = number(&value)? * scale;
+    match &*method {
+        "ceil" => Ok(Value::from(scaled.ceil() / scale)),
+        "floor" => Ok(Value::from(scaled.floor() / scale)),
+        _ => Err(failed(format!("`round`: expected `common`, `ceil` or `floor`, found `{method}`"))),
+    }
 }
 
 /// The filter `replace`, for at most `count` places.
@@ -259,8 +332,9 @@ pub fn indent(value: &Value, arguments: Rest<ValueOrKwargs>) -> Result<String, E
             None => " ".repeat(within(usize::try_from(width.clone()).unwrap_or(0), "indent")?),
         },
     };
+    let text = value.as_str().ok_or_else(|| failed(format!("`indent`: expected a text, found a {}", value.kind())))?;
     // As Jinja2 does it: a text that ends in a line break keeps it.
-    let text = str_of(value)? + "\n";
+    let text = format!("{text}\n");
     let mut out = String::new();
     for (at, line) in lines(&text, false).into_iter().enumerate() {
         if at > 0 {
@@ -289,11 +363,6 @@ pub fn length(value: &Value) -> Result<usize, Error> {
     if value.is_undefined() { Ok(0) } else { filters::length(value) }
 }
 
-/// The filter `first`: of no items, a value that is not defined.
-pub fn first(value: &Value) -> Result<Value, Error> {
-    if value.is_undefined() { Ok(Value::UNDEFINED) } else { filters::first(value) }
-}
-
 /// A width that a text may be padded to.
 fn within(width: usize, name: &str) -> Result<usize, Error> {
     if width > WIDTH_MAX {
@@ -303,8 +372,8 @@ fn within(width: usize, name: &str) -> Result<usize, Error> {
 }
 
 /// The filter `trim`.
-pub fn trim(value: &Value, characters: Option<String>) -> Result<String, Error> {
-    Ok(strip(&str_of(value)?, characters.as_deref(), true, true).to_string())
+pub fn trim(value: &Value, characters: Option<String>) -> Result<Value, Error> {
+    of_text(value, |text| strip(text, characters.as_deref(), true, true).to_string())
 }
 
 /// Filter `int`: what is no number is the default, which is 0.
@@ -342,7 +411,7 @@ fn digits(value: &Value) -> Value {
 /// Filter `wordcount`: runs of letters, digits and `_`.
 pub fn word_count(value: &Value) -> Result<usize, Error> {
     let text = str_of(value)?;
-    Ok(text.split(|c: char| !(c.is_alphanumeric() || c == '_')).filter(|word| !word.is_empty()).count())
+    Ok(text.split(|c: char| !letters::is_word(c)).filter(|word| !word.is_empty()).count())
 }
 
 /// The filter `truncate` of Jinja2.
@@ -365,6 +434,9 @@ pub fn truncate(value: &Value, arguments: Rest<ValueOrKwargs>) -> Result<String,
         None => named.get::<Option<String>>("end")?.unwrap_or_else(|| "...".to_string()),
     };
     named.assert_all_used()?;
+    if !matches!(value.kind(), ValueKind::String | ValueKind::Undefined) {
+        return Err(failed(format!("`truncate`: expected a text, found a value of the kind {}", value.kind())));
+    }
     let text = str_of(value)?;
     let end_length = end.chars().count();
     if length < end_length {
@@ -381,6 +453,16 @@ pub fn truncate(value: &Value, arguments: Rest<ValueOrKwargs>) -> Result<String,
 /// The test `sequence`: what has a length and items by index or key, so texts and mappings, too.
 pub fn is_sequence(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Undefined | ValueKind::String | ValueKind::Seq | ValueKind::Map)
+}
+
+/// The test `callable`: macros, functions, methods and `loop`; a value that is not defined has a call, which fails.
+pub fn is_callable(value: &Value) -> bool {
+    value.is_undefined() || is_macro(value) || (value.kind() == ValueKind::Plain && value.as_object().is_some())
+}
+
+/// Whether a value is a macro: minijinja has it as a mapping of its name, its arguments and whether it has a caller.
+pub fn is_macro(value: &Value) -> bool {
+    value.kind() == ValueKind::Map && value.len() == Some(3) && value.to_string().starts_with("<macro ")
 }
 
 /// How JSON is written.
@@ -451,6 +533,9 @@ impl Json {
             ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
             ValueKind::Number => out.push_str(&Json::number(value)?),
             ValueKind::String => self.text(value.as_str().unwrap_or_default(), out),
+            ValueKind::Seq if is_range(value) => {
+                return Err(failed("`tojson`: expected a value of JSON, found a `range`"));
+            }
             ValueKind::Seq => {
                 let items: Vec<Value> = value.try_iter()?.collect();
                 self.list('[', ']', &items, out, depth, |item, out| self.write(item, out, depth + 1))?;
@@ -549,16 +634,59 @@ impl Json {
     }
 }
 
-/// Methods of Python's texts and lists; the others are those of `pycompat`.
+/// Methods of Python's texts, lists and mappings; the others are those of `pycompat`.
 pub fn method(state: &mut State<'_, '_>, value: &Value, name: &str, arguments: &[Value]) -> Result<Value, Error> {
     let found = match (value.as_str(), value.kind(), name) {
-        (_, ValueKind::String | ValueKind::Seq | ValueKind::Iterable, "slice_by") => Some(slice_by(value, arguments)?),
-        (Some(text), _, _) => text_method(text, name, arguments)?,
+        (Some(text), _, _) => return method_of_text(state, value, text, name, arguments),
         (None, ValueKind::Seq, "index") => Some(index_of(value, arguments)?),
-        (None, ValueKind::Seq | ValueKind::Map, "copy") if arguments.is_empty() => Some(value.clone()),
+        (None, ValueKind::Seq, "count") => {
+            let (what,): (&Value,) = from_args(arguments)?;
+            Some(Value::from(value.try_iter()?.filter(|item| operators::equal(item, what)).count()))
+        }
+        (None, ValueKind::Seq | ValueKind::Map, "copy")
+            if arguments.is_empty() && !operators::is_tuple(value) && !is_range(value) =>
+        {
+            Some(value.clone())
+        }
+        (None, ValueKind::Map, "items" | "keys" | "values") => {
+            let () = from_args(arguments)?;
+            let pairs = pairs(value)?.into_iter();
+            let view = match name {
+                "items" => {
+                    let items = pairs.map(|(key, value)| Value::from(Tuple::from([key, value])));
+                    View { name: "dict_items", items: items.collect() }
+                }
+                "keys" => View { name: "dict_keys", items: pairs.map(|(key, _)| key).collect() },
+                _ => View { name: "dict_values", items: pairs.map(|(_, value)| value).collect() },
+            };
+            Some(Value::from_object(view))
+        }
         _ => None,
     };
     found.map_or_else(|| pycompat::unknown_method_callback(state, value, name, arguments), Ok)
+}
+
+/// A method of a text. Those of escaped text give escaped text, and escape their arguments, which is not supported.
+fn method_of_text(
+    state: &mut State<'_, '_>,
+    value: &Value,
+    text: &str,
+    name: &str,
+    arguments: &[Value],
+) -> Result<Value, Error> {
+    if value.is_safe()
+        && arguments.iter().any(|argument| argument.as_str().is_some() || argument.kind() == ValueKind::Seq)
+    {
+        return Err(failed(format!("`{name}` of an escaped text is not supported with texts as arguments")));
+    }
+    let result = match text_method(text, name, arguments)? {
+        Some(result) => result,
+        None => pycompat::unknown_method_callback(state, &Value::from(text), name, arguments)?,
+    };
+    Ok(match result.as_str() {
+        Some(result) if value.is_safe() => Value::from_safe_string(result.to_string()),
+        _ => result,
+    })
 }
 
 /// `list.index`.
@@ -566,26 +694,29 @@ fn index_of(list: &Value, arguments: &[Value]) -> Result<Value, Error> {
     let (what, start, end): (Value, Option<i64>, Option<i64>) = from_args(arguments)?;
     let items: Vec<Value> = list.try_iter()?.collect();
     let (start, end) = range(items.len(), start, end);
-    let at = (start..end).find(|&at| items[at] == what);
+    let at = (start..end).find(|&at| operators::equal(&items[at], &what));
     at.map(Value::from).ok_or_else(|| failed("the value is not in the list"))
 }
 
 /// `value[start:stop:step]`.
-fn slice_by(value: &Value, arguments: &[Value]) -> Result<Value, Error> {
-    let (start, stop, step): (Option<i64>, Option<i64>, i64) = from_args(arguments)?;
+pub fn slice(value: &Value, start: Option<i64>, stop: Option<i64>, step: Option<i64>) -> Result<Value, Error> {
+    let step = step.unwrap_or(1);
+    if !matches!(value.kind(), ValueKind::String | ValueKind::Seq) {
+        return Err(failed(format!("a slice of a value of the kind {} is not supported", value.kind())));
+    }
     if step == 0 {
         return Err(failed("slice step cannot be zero"));
     }
-    let items: Vec<Value> = match value.as_str() {
-        Some(text) => text.chars().map(Value::from).collect(),
-        None => value.try_iter()?.collect(),
-    };
+    let items = items(value)?;
     let length = items.len() as i64;
     // Backwards, a slice begins at the last item and ends before the first.
     let (low, high) = if step > 0 { (0, length) } else { (-1, length - 1) };
     let clip = |at: i64| if at < 0 { at.saturating_add(length).max(low) } else { at.min(high) };
     let (start, stop) =
         (start.map_or(if step > 0 { low } else { high }, clip), stop.map_or(if step > 0 { high } else { low }, clip));
+    if let Some(range) = value.downcast_object_ref::<Range>() {
+        return Ok(Value::from_object(range.part(start, stop, step)));
+    }
     let mut taken = vec![];
     let mut at = start;
     while if step > 0 { at < stop } else { at > stop } {
@@ -593,8 +724,8 @@ fn slice_by(value: &Value, arguments: &[Value]) -> Result<Value, Error> {
         at = at.saturating_add(step);
     }
     Ok(match value.as_str() {
-        Some(_) => Value::from(taken.iter().filter_map(Value::as_str).collect::<String>()),
-        None if value.downcast_object_ref::<Tuple>().is_some() => Value::from(Tuple::from(taken)),
+        Some(_) => of_text(value, |_| taken.iter().filter_map(Value::as_str).collect())?,
+        None if operators::is_tuple(value) => Value::from(Tuple::from(taken)),
         None => Value::from(taken),
     })
 }
@@ -607,7 +738,7 @@ fn range(length: usize, start: Option<i64>, end: Option<i64>) -> (usize, usize) 
 }
 
 /// What `str.isspace` and the methods without an argument take for white space; beyond Unicode's property four separators.
-fn is_space(c: char) -> bool {
+pub fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
 
@@ -622,6 +753,11 @@ fn texts<'a>(parts: impl IntoIterator<Item = &'a str>) -> Value {
 }
 
 fn text_method(text: &str, name: &str, arguments: &[Value]) -> Result<Option<Value>, Error> {
+    let of_letters = letters::changed(text, name).map(Value::from).or(letters::asks(text, name).map(Value::from));
+    if let Some(value) = of_letters {
+        let () = from_args(arguments)?;
+        return Ok(Some(value));
+    }
     Ok(Some(match name {
         "strip" | "lstrip" | "rstrip" => {
             let (characters,): (Option<&str>,) = from_args(arguments)?;
@@ -634,19 +770,11 @@ fn text_method(text: &str, name: &str, arguments: &[Value]) -> Result<Option<Val
             named.assert_all_used()?;
             texts(lines(text, keeps.unwrap_or(false)))
         }
-        "title" => {
-            let () = from_args(arguments)?;
-            Value::from(title(text))
-        }
-        "swapcase" => {
-            let () = from_args(arguments)?;
-            let swapped =
-                |c: char| if c.is_uppercase() { c.to_lowercase().to_string() } else { c.to_uppercase().to_string() };
-            Value::from(text.chars().map(swapped).collect::<String>())
-        }
-        "isspace" => {
-            let () = from_args(arguments)?;
-            Value::from(!text.is_empty() && text.chars().all(is_space))
+        "replace" => {
+            let (old, new, count, named): (&str, &str, Option<i64>, Kwargs) = from_args(arguments)?;
+            let count = count.or(named.get("count")?).and_then(|count| usize::try_from(count).ok());
+            named.assert_all_used()?;
+            Value::from(count.map_or_else(|| text.replace(old, new), |count| text.replacen(old, new, count)))
         }
         "startswith" | "endswith" => {
             let (what, start, end): (Value, Option<i64>, Option<i64>) = from_args(arguments)?;
@@ -832,21 +960,6 @@ fn lines(text: &str, keeps: bool) -> Vec<&str> {
         parts.push(rest);
     }
     parts
-}
-
-/// `str.title`: a letter is a capital where no letter is before it.
-fn title(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    let mut after_letter = false;
-    for c in text.chars() {
-        if after_letter {
-            out.extend(c.to_lowercase())
-        } else {
-            out.extend(c.to_uppercase())
-        }
-        after_letter = c.is_lowercase() || c.is_uppercase();
-    }
-    out
 }
 
 #[cfg(test)]
