@@ -7,6 +7,9 @@ use serde_json::{Map, Value};
 use super::super::blame::Path;
 use super::{GrammarError, Place, pointer, target};
 
+/// Most combinations of alternatives that are looked at.
+const COMBINATIONS_MAX: usize = 20_000;
+
 /// The bounds that a number has to keep to.
 #[derive(Clone, Default)]
 struct Bounds {
@@ -19,11 +22,14 @@ struct Bounds {
 
 /// Refuses an excluded whole number that llguidance would allow: between it and the other bound there is no whole number.
 ///
-/// Bounds may come from `allOf`, from references and from one alternative. Those of two lists of alternatives are not put together.
+/// Bounds may come from `allOf`, from references, and from one alternative of each list of alternatives.
 pub fn check(schema: &Map<String, Value>) -> Result<(), GrammarError> {
     schemas(&Value::Object(schema.clone()), Place::Schema, &Path::default(), &mut |node, path| {
-        let mut search = Search { root: schema, seen: BTreeSet::new() };
-        search.check(node, path, &Bounds::default())
+        let mut choice = Choice::default();
+        match choice.collect(schema, node, path) {
+            true => choice.check(schema, path, &mut { COMBINATIONS_MAX }),
+            false => Ok(()),
+        }
     })
 }
 
@@ -51,58 +57,78 @@ fn schemas(
     }
 }
 
-struct Search<'a> {
-    root: &'a Map<String, Value>,
+/// A schema whose alternatives are chosen up to here.
+#[derive(Clone, Default)]
+struct Choice {
+    bounds: Bounds,
+    /// Lists of alternatives of which none is chosen yet.
+    lists: Vec<Vec<(Map<String, Value>, Path)>>,
     /// References that were followed.
     seen: BTreeSet<String>,
 }
 
-impl Search<'_> {
-    fn check(&mut self, node: &Map<String, Value>, path: &Path, given: &Bounds) -> Result<(), GrammarError> {
-        let mut bounds = given.clone();
-        let mut alternatives = vec![];
-        self.collect(node, path, &mut bounds, &mut alternatives);
-        bounds.check()?;
-        alternatives.iter().try_for_each(|(node, path)| self.check(node, path, &bounds))
+impl Choice {
+    fn check(mut self, root: &Map<String, Value>, path: &Path, left: &mut usize) -> Result<(), GrammarError> {
+        self.bounds.check()?;
+        let Some(list) = self.lists.pop() else { return Ok(()) };
+        list.iter().try_for_each(|(node, at)| {
+            *left = left.checked_sub(1).ok_or_else(|| GrammarError::Schema {
+                path: path.clone(),
+                reason: format!("its alternatives have more than {COMBINATIONS_MAX} combinations of bounds"),
+                remedy: "use fewer lists of alternatives with bounds of numbers",
+            })?;
+            let mut choice = self.clone();
+            if choice.collect(root, node, at) { choice.check(root, path, left) } else { Ok(()) }
+        })
     }
 
-    /// Adds the bounds that every value of a schema keeps to.
-    fn collect(
-        &mut self,
-        node: &Map<String, Value>,
-        path: &Path,
-        bounds: &mut Bounds,
-        alternatives: &mut Vec<(Map<String, Value>, Path)>,
-    ) {
+    /// Adds the bounds that every value of a schema keeps to. False if none of its values is a number.
+    fn collect(&mut self, root: &Map<String, Value>, node: &Map<String, Value>, path: &Path) -> bool {
         let is_number = match node.get("type") {
             Some(Value::String(kind)) => kind == "number",
             Some(Value::Array(kinds)) => kinds.iter().any(|kind| kind == "number"),
             _ => true,
         };
         if !is_number {
-            return;
+            return false;
         }
-        bounds.add(node, path);
-        for (key, into_all) in [("allOf", true), ("anyOf", false), ("oneOf", false)] {
-            for (at, item) in node.get(key).and_then(Value::as_array).into_iter().flatten().enumerate() {
-                let Some(item) = item.as_object() else { continue };
-                let path = path.key(key).item(at);
-                if into_all {
-                    self.collect(item, &path, bounds, alternatives);
-                } else {
-                    alternatives.push((item.clone(), path));
+        self.bounds.add(node, path);
+        for key in ["allOf", "anyOf", "oneOf"] {
+            let items = node.get(key).and_then(Value::as_array).into_iter().flatten().enumerate();
+            let items = items.filter_map(|(at, item)| Some((item.as_object()?, path.key(key).item(at))));
+            if key == "allOf" {
+                for (item, path) in items {
+                    if !self.collect(root, item, &path) {
+                        return false;
+                    }
+                }
+            } else {
+                let list: Vec<_> = items.map(|(item, path)| (item.clone(), path)).collect();
+                // Without bounds a choice changes nothing.
+                if list.iter().any(|(item, _)| has_bounds(item)) {
+                    self.lists.push(list);
                 }
             }
         }
-        let Some(reference) = node.get("$ref").and_then(Value::as_str) else { return };
+        let Some(reference) = node.get("$ref").and_then(Value::as_str) else { return true };
         if self.seen.insert(reference.to_string())
-            && let Some(Value::Object(inner)) = target(self.root, reference)
+            && let Some(Value::Object(inner)) = target(root, reference)
         {
             let keys = pointer(reference).unwrap_or_default();
             let path = keys.iter().fold(Path::default(), |path, key| path.key(key));
-            self.collect(inner, &path, bounds, alternatives);
+            return self.collect(root, inner, &path);
         }
+        true
     }
+}
+
+/// Whether a schema has a bound of numbers, itself or through what it says of the same value.
+fn has_bounds(node: &Map<String, Value>) -> bool {
+    node.iter().any(|(key, value)| match (key.as_str(), value) {
+        ("minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum" | "$ref", _) => true,
+        ("allOf" | "anyOf" | "oneOf", Value::Array(items)) => items.iter().filter_map(Value::as_object).any(has_bounds),
+        _ => false,
+    })
 }
 
 impl Bounds {
@@ -164,6 +190,24 @@ mod tests {
                 json!({ "maximum": 0.5, "anyOf": [{ "type": "string" }, { "type": ["number", "null"], "exclusiveMinimum": 0 }] }),
                 Some("anyOf[1].exclusiveMinimum"),
             ),
+            (
+                json!({ "allOf": [{ "anyOf": [{ "exclusiveMinimum": 0 }, { "type": "null" }] }, { "anyOf": [{}, { "maximum": 0.5 }] }] }),
+                Some("allOf[0].anyOf[0].exclusiveMinimum"),
+            ),
+            (
+                json!({ "anyOf": [{ "exclusiveMaximum": 0 }], "oneOf": [{ "minimum": -0.5 }] }),
+                Some("anyOf[0].exclusiveMaximum"),
+            ),
+            (
+                json!({ "$defs": { "a": { "exclusiveMinimum": 0 } }, "anyOf": [{ "$ref": "#/$defs/a" }, { "$ref": "#/$defs/a", "maximum": 0.1 }] }),
+                Some("$defs.a.exclusiveMinimum"),
+            ),
+            (
+                json!({ "anyOf": [{ "exclusiveMinimum": 0 }, { "maximum": 2 }], "oneOf": [{ "maximum": 1 }, { "minimum": -1 }] }),
+                None,
+            ),
+            (json!({ "allOf": vec![json!({ "anyOf": vec![json!({ "minimum": 0 }); 12] }); 4] }), Some("")),
+            (json!({ "allOf": vec![json!({ "anyOf": vec![json!({ "minLength": 1 }); 12] }); 9] }), None),
             // Whole numbers between the bounds, bounds that are allowed, other alternatives, other types, data.
             (json!({ "exclusiveMinimum": 0, "maximum": 1 }), None),
             (json!({ "exclusiveMinimum": 0 }), None),
@@ -180,7 +224,8 @@ mod tests {
             let found = found.err().map(|error| error.to_string());
             assert_eq!(found.is_some(), path.is_some(), "{schema}: {found:?}");
             if let (Some(found), Some(path)) = (found, path) {
-                assert!(found.starts_with(&format!("`{path}`: ")), "{schema}: {found}");
+                let expected = if path.is_empty() { "its alternatives".to_string() } else { format!("`{path}`: ") };
+                assert!(found.starts_with(&expected), "{schema}: {found}");
             }
         }
     }
