@@ -1062,4 +1062,5 @@ fn the_page_reads_no_html_of_a_model() {
         assert!(!page.contains(way), "{way}");
     }
     assert!(page.contains("markdown(said)") && page.contains("id=\"temperature\""));
+    assert!(page.contains("delta.reasoning_content") && page.contains("The answer is empty."));
 }
