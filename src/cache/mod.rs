@@ -207,6 +207,15 @@ impl fmt::Display for Note {
     }
 }
 
+/// The note of an entry that cannot be written to the shared folder. A folder that may not be written is often one to read.
+fn unwritten(error: &CacheError) -> Note {
+    let advice = match error {
+        CacheError::Denied { .. } => format!("; with `{}=1` it is only read", Places::READ_ONLY_VARIABLE),
+        _ => String::new(),
+    };
+    Note::Shared { action: "write", reason: format!("{error}{advice}") }
+}
+
 /// Where an entry came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
@@ -538,7 +547,7 @@ impl Cache {
     fn write_shared(&self, stage: &str, key: &Digest, why: &str) {
         let Some(shared) = self.shared.as_ref().filter(|_| !self.shared_read_only) else { return };
         if let Err(error) = copy(&self.store, shared, stage, key, why) {
-            (self.note)(&Note::Shared { action: "write", reason: error.to_string() });
+            (self.note)(&unwritten(&error));
         }
     }
 

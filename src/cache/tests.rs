@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, FileTimes, OpenOptions, Permissions};
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -401,6 +401,19 @@ fn a_shared_folder_serves_a_second_machine_and_is_never_required() {
     assert_eq!(build(&alone, 1).1, Outcome::Built);
     let notes = notes.lock().unwrap();
     assert!(notes[0].to_string().starts_with("shared cache: cannot open it: no folder "), "{notes:?}");
+}
+
+#[test]
+fn the_note_of_a_share_that_may_not_be_written_says_how_to_only_read_it() {
+    let note = |kind: io::ErrorKind| {
+        super::unwritten(&CacheError::io("write", Path::new("/share/a"), io::Error::from(kind))).to_string()
+    };
+    assert_eq!(
+        note(io::ErrorKind::PermissionDenied),
+        "shared cache: cannot write `/share/a`: permission denied; with `MONOBLOC_SHARED_CACHE_READ_ONLY=1` it is only read"
+    );
+    assert!(note(io::ErrorKind::ReadOnlyFilesystem).contains("READ_ONLY=1"));
+    assert!(!note(io::ErrorKind::StorageFull).contains("READ_ONLY"));
 }
 
 #[test]

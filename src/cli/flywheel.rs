@@ -160,7 +160,7 @@ fn best_told(session: &Session, best: &[BestTrial<'_>], json: bool) -> Result<()
             timing.latency_us_p50,
             counted(best.compared, "trial"),
             best.trial.trial_id().short(),
-            facts.point.candidate
+            best.changed()
         ))?;
     }
     if best.len() > 1 || best.iter().any(|best| best.compared > 1) {

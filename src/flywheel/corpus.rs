@@ -14,7 +14,9 @@ use std::path::{Path, PathBuf};
 use std::{fmt, mem};
 
 use super::known::{Known, KnownRows};
-use super::trial::{ADDED_IN_2, ADDED_IN_3, ADDED_IN_4, COLUMNS, DECODE_KERNEL, Decision, SCHEMA, Timing, Trial};
+use super::trial::{
+    ADDED_IN_2, ADDED_IN_3, ADDED_IN_4, COLUMNS, DECODE_KERNEL, Decision, Proposer, SCHEMA, Timing, Trial,
+};
 use crate::cache::lock::{LockError, Wait, lock_path};
 use crate::digest::Digest;
 use crate::error::Fault;
@@ -675,6 +677,23 @@ pub struct BestTrial<'a> {
     pub timing: &'a Timing,
     /// Rows of the same kind with the verdict `ok`, this one included.
     pub compared: u64,
+    /// The default candidate of its search, as its row has it.
+    pub default: Option<&'a str>,
+}
+
+impl BestTrial<'_> {
+    /// Knobs that differ from the default of its search, `default` where none does; all knobs where the default is not known.
+    pub fn changed(&self) -> String {
+        let point = &self.trial.facts().point;
+        let default = match (self.default, point.proposer) {
+            (Some(default), _) => default,
+            (None, Proposer::Default) => &point.candidate,
+            (None, _) => return point.candidate.clone(),
+        };
+        let same: Vec<&str> = default.split(';').collect();
+        let knobs: Vec<&str> = point.candidate.split(';').filter(|knob| !same.contains(knob)).collect();
+        if knobs.is_empty() { "default".to_string() } else { knobs.join(";") }
+    }
 }
 
 /// The row of least median latency for each model, precision, target, device and position. Trials that a search reverted are left
@@ -697,13 +716,22 @@ pub fn best(trials: &[Trial]) -> Vec<BestTrial<'_>> {
             &machine.device_name,
             timing.position,
         );
-        let best = kinds.entry(kind).or_insert(BestTrial { trial, timing, compared: 0 });
+        let best = kinds.entry(kind).or_insert(BestTrial { trial, timing, compared: 0, default: None });
         best.compared += 1;
         if timing.latency_us_p50 < best.timing.latency_us_p50 {
             (best.trial, best.timing) = (trial, timing);
         }
     }
-    kinds.into_values().collect()
+    let point = |trial: &Trial| (trial.facts().point.campaign, trial.facts().point.proposer);
+    let defaults: BTreeMap<Digest, &str> = trials
+        .iter()
+        .filter_map(|trial| match point(trial) {
+            (Some(campaign), Proposer::Default) => Some((campaign, trial.facts().point.candidate.as_str())),
+            _ => None,
+        })
+        .collect();
+    let of = |trial: &Trial| point(trial).0.and_then(|campaign| defaults.get(&campaign).copied());
+    kinds.into_values().map(|best| BestTrial { default: of(best.trial), ..best }).collect()
 }
 
 /// The columns as a table, as `flywheel/README.md` shows them.

@@ -16,6 +16,16 @@ use super::worker::Worker;
 const DEADLINE: Duration = Duration::from_secs(600);
 /// Most characters of an answer that an error quotes.
 const SHOWN_MAX: usize = 120;
+/// Most characters of the reason why a candidate is refused.
+const REASON_MAX: usize = 400;
+
+/// The beginning of a text of the program, with `…` where it was cut.
+fn shortened(text: &str, characters: usize) -> String {
+    match text.char_indices().nth(characters) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_string(),
+    }
+}
 
 /// A program that proposes candidates: one JSON object a line in each direction.
 pub(super) struct Proposer<'a> {
@@ -66,10 +76,7 @@ impl<'a> Proposer<'a> {
             Err(NoAnswer::Died(how)) => return Err(failed(format!("gave no answer: {how}"))),
             Err(NoAnswer::Late(after)) => return Err(failed(format!("gave no answer within {} s", after.as_secs()))),
         };
-        let shown = match line.char_indices().nth(SHOWN_MAX) {
-            Some((end, _)) => format!("{}…", &line[..end]),
-            None => line.clone(),
-        };
+        let shown = shortened(&line, SHOWN_MAX);
         let answer: Value = serde_json::from_str(&line)
             .map_err(|error| failed(format!("answered `{shown}`, expected JSON: {error}")))?;
         let text = match answer.get("candidate") {
@@ -82,7 +89,9 @@ impl<'a> Proposer<'a> {
         match proposed {
             Ok(candidate) => Ok(Some(candidate)),
             Err(reason) => {
-                report.note(&format!("proposer: `{text}`: {reason}"));
+                // A reason quotes the knob that it refuses, so it has a bound of its own.
+                let reason = shortened(&reason, REASON_MAX);
+                report.note(&format!("proposer: `{}`: {reason}", shortened(text, SHOWN_MAX)));
                 self.refused = Some(reason);
                 Ok(None)
             }

@@ -466,7 +466,8 @@ fn the_flywheel_tells_exports_and_merges_trials() {
     let place = Place::new();
     place.manifest(&fixture("families/llama-gqa"), 32);
     place.run("build m.toml --trials a.csv").code(0);
-    assert!(place.run("flywheel best --own --trials a.csv").code(0).stdout.contains(" on cpu, position 0: "));
+    let best = place.run("flywheel best --own --trials a.csv").code(0).stdout;
+    assert!(best.contains(" on cpu, position 0: ") && best.lines().nth(1).unwrap().ends_with(" default"), "{best}");
     let stats = place.run("flywheel stats --own --trials a.csv --json").code(0).json();
     assert_eq!((&stats["rows"], &stats["verdicts"]["ok"]), (&Value::from(1), &Value::from(1)));
 

@@ -210,6 +210,16 @@ fn an_answer_without_a_candidate_ends_the_search() {
 }
 
 #[test]
+fn a_long_candidate_that_is_refused_is_quoted_in_part() {
+    let place = place();
+    let answer = format!("while read -r q; do echo '{{\"candidate\": \"{}=1\"}}'; done", "splits".repeat(1000));
+    let output = place.command("tune m.toml --max-trials 1 --proposer").arg(answer).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    let note = said.lines().find(|line| line.contains("proposer: `splitssplits")).expect(&said);
+    assert!(note.contains('…') && note.chars().count() < 700, "{note}");
+}
+
+#[test]
 fn every_command_counts_the_same_trials() {
     let place = place();
     let tuned = place.run("tune m.toml --max-trials 3").code(0);
