@@ -309,10 +309,23 @@ pub fn choose_target(manifest: &Manifest, name: Option<&str>) -> Result<Target, 
     }
 }
 
+/// The program that runs, to be started here once more. On Linux that is the file that it was started from, even if another one has its name by now: a server outlives
+/// an update.
+///
+/// # Errors
+/// The system does not say.
+fn running_program() -> Result<PathBuf, Fault> {
+    let itself = Path::new("/proc/self/exe");
+    if cfg!(target_os = "linux") && itself.exists() {
+        return Ok(itself.to_path_buf());
+    }
+    std::env::current_exe()
+        .map_err(|error| Fault::environment(format!("the path of the running program is not known: {error}")))
+}
+
 /// The tokenizer of a manifest, in a process of its own, because files of a checkpoint are not trusted.
 pub fn tokenizer(manifest: &Manifest) -> Result<Tokens, Fault> {
-    let program = std::env::current_exe()
-        .map_err(|error| Fault::environment(format!("the path of the running program is not known: {error}")))?;
+    let program = running_program()?;
     let command = move || {
         let mut command = Command::new(&program);
         command.arg("tokens");

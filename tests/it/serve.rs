@@ -908,6 +908,35 @@ fn children(server: &Server) -> Vec<String> {
     listed.split_whitespace().map(str::to_string).collect()
 }
 
+/// An update of monobloc puts another file in the place of the program.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_server_outlives_the_file_of_its_program() {
+    let place = Place::new();
+    let program = place.path("program");
+    std::fs::copy(env!("CARGO_BIN_EXE_monobloc"), &program).unwrap();
+    let server = Server::start_of(place, &fixture("tinystories-llama"), 256, "", |command| {
+        let mut same = Command::new(&program);
+        same.args(command.get_args()).current_dir(command.get_current_dir().unwrap()).stdin(Stdio::null());
+        for (name, value) in command.get_envs() {
+            match value {
+                Some(value) => same.env(name, value),
+                None => same.env_remove(name),
+            };
+        }
+        *command = same;
+    });
+    std::fs::remove_file(&program).unwrap();
+    let chat = json!({ "messages": [{ "role": "user", "content": "Once" }], "max_tokens": 3 });
+    let choice = &server.ok("/v1/chat/completions", &chat)["choices"][0];
+    assert!(choice["message"]["content"].is_string(), "{choice}");
+    // A tokenizer that died is started again.
+    for child in children(&server) {
+        assert!(Command::new("kill").args(["-KILL", &child]).status().unwrap().success());
+    }
+    server.until("it tokenizes again", |server| post(server.address, "/v1/chat/completions", &chat).status == 200);
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn a_tokenizer_that_dies_ends_its_requests_only() {
