@@ -12,7 +12,7 @@ struct alignas(16) Wave {
   u32 x; // work arena: what it reads
   u32 out; // work arena: what it writes
   u32 residual; // work arena
-  union { u32 branch, square_parts, gate; }; // work arena: what is added to the residual, or sums of parts that a product leaves for that; of attention what KV splits leave, or heads with the gate; of a product with FACTOR parts of squares
+  union { u32 branch, square_parts, gate; }; // work arena: what is added to the residual; of attention what KV splits leave, or heads with the gate; of a product parts of squares, or where sums of parts go
   u32 weight; // matrix
   union { u32 norm_weight, q_norm; }; // norm weight of the output, or of q
   union { u32 norm_bias, k_norm, shown; }; // norm bias of the output, or norm weight of k; of a product 1 if the residual goes to all devices

@@ -42,8 +42,7 @@ kernel_struct! {
         out: u32,
         /// work arena
         residual: u32,
-        /// work arena: what is added to the residual, or sums of parts that a product leaves for that; of attention what KV splits leave, or heads with the gate; of a product with
-        /// FACTOR parts of squares
+        /// work arena: what is added to the residual; of attention what KV splits leave, or heads with the gate; of a product parts of squares, or where sums of parts go
         branch: u32 as [branch, square_parts, gate],
         /// matrix
         weight: u32,

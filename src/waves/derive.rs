@@ -1005,8 +1005,8 @@ impl Builder<'_> {
         }
     }
 
-    /// Lets the last product of a chunk leave the input of the next one itself ([`Written::Sums`]), if it adds to the residual and groups of columns are whole on a device. What
-    /// follows are the sums of squares.
+    /// Of several devices: lets the last product of a chunk leave the input of the next one itself ([`Written::Sums`]), if it adds to the residual and groups of columns are whole
+    /// on a device. Returns the sums of squares.
     fn ends_in_sums(&mut self, residual: WorkId, then: Input) -> Option<WorkId> {
         let Plan { form, ref machine, ref waves, .. } = self.plan;
         let last = waves.len().checked_sub(1)?;
@@ -1027,7 +1027,9 @@ impl Builder<'_> {
         };
         let Over::Units { n, parts, .. } = self.overs[product] else { return None };
         let begins = |device| share_of(n, device, machine.devices).start.is_multiple_of(SHARED_UNITS);
-        if form != Form::Chunk || machine.products != Products::Shared || !ends || !(0..machine.devices).all(begins) {
+        // On one device the longer code costs short prompts more than long ones gain (docs/perf/wave.md, entry 58).
+        let pays = form == Form::Chunk && machine.products == Products::Shared && machine.devices > 1;
+        if !pays || !ends || !(0..machine.devices).all(begins) {
             return None;
         }
         let squares = self.work("squares", Layout::Squares { groups: n.div_ceil(SHARED_UNITS), parts }, 1);

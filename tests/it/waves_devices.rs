@@ -7,7 +7,7 @@ use monobloc::model::config::Imported;
 use monobloc::rows::Shape;
 use monobloc::target::Target;
 use monobloc::validate::Validated;
-use monobloc::waves::{Form, Over, Plan, derive, derive_alike, derive_ragged, prove};
+use monobloc::waves::{Action, Form, Over, Plan, Target as Written, derive, derive_alike, derive_ragged, prove};
 
 use crate::formats::{all, named, rounded};
 use crate::nvrtc::nvrtc;
@@ -123,6 +123,62 @@ fn generated_chunks_of_several_devices_have_the_bits_of_one() {
         }
         assert!(of_one.logits == of_several.logits, "{name}");
         assert_eq!(of_one.tokens, of_several.tokens, "{name}");
+    }
+}
+
+/// Chunks of two devices that leave the input of the next product: with one part of k in every launch, and with two in launches of one block of rows. All devices
+/// have the same caches, and those of one device but for what rounding of another order costs; so has the tail that reads the residual of all columns.
+#[test]
+fn generated_chunks_of_two_devices_that_keep_columns_compute_what_one_does() {
+    for (within, parts) in [(None, [1, 1]), (Some(576), [1, 2])] {
+        let (_folder, imported) = stored(&of_size("families/llama-gqa", 128, within));
+        let text = tokens(&imported, 142);
+        let (some, rest) = text.split_at(11);
+        let launches = [(rows_of(0, 0, &given(some)), 1), (rows_of(0, 11, &given(rest)), 1)];
+        let last = rest.len() as u32;
+        let tail = [(rows_of(0, text.len() as u32 - 3, &[Err(last - 3), Err(last - 2), Err(last - 1)]), 1)];
+        let on = |target: &Target| {
+            let validated = kernel(&imported.graph, target);
+            let both = with_tail(&validated, target, 256, 16).unwrap();
+            let plan = both.chunk().plan();
+            let sums = plan.waves.iter().filter_map(|wave| match wave.action {
+                Action::MatMul { target: Written::Sums { shown, .. }, .. } => {
+                    let Over::Units { parts, .. } = plan.divisions[wave.division.index()].over else { unreachable!() };
+                    Some((parts, shown))
+                }
+                _ => None,
+            });
+            let sums: Vec<_> = sums.collect();
+            let pages = pages_of(&validated, 1);
+            let chunk = run_kernel(&imported, both.chunk(), &launches, &pages)?;
+            let before = (&chunk, both.taken());
+            let tail = run_kernel_after(&imported, both.tail(), &tail, &pages, before)?;
+            Some((sums, chunk, tail))
+        };
+        let (Some((none, one, of_one)), Some((sums, two, of_two))) = (on(&alone()), on(&together(2))) else {
+            const NAME: &str = "generated_chunks_of_two_devices_that_keep_columns_compute_what_one_does";
+            return skipped(NAME, "C++ compiler", "`c++`");
+        };
+        assert_eq!(none, []);
+        assert_eq!(sums.iter().map(|(parts, _)| *parts).collect::<Vec<_>>()[..2], parts, "{within:?}");
+        // The last sum goes to the tail, and of sums of other launches the whole is read.
+        let shown = |(n, (parts, _)): (usize, &(u32, bool))| sums.get(n + 1).is_none_or(|(next, _)| next != parts);
+        assert!(sums.iter().enumerate().all(|sum| shown(sum) == sum.1.1), "{within:?}: {sums:?}");
+        assert!(two.others == [two.cache.clone()], "{within:?}");
+        let bf16 = |bytes: &[u8]| -> Vec<f64> {
+            let value = |pair: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([pair[0], pair[1]])) << 16).into();
+            bytes.chunks_exact(2).map(value).collect()
+        };
+        let logits = |bits: &[u32]| -> Vec<f64> { bits.iter().map(|bits| f32::from_bits(*bits).into()).collect() };
+        let away = |found: &[f64], expected: &[f64]| {
+            let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
+            // Positions that nothing has written are NaN on both.
+            let both = || found.iter().zip(expected).filter(|(a, b)| !(a.is_nan() && b.is_nan()));
+            norm(&mut both().map(|(a, b)| a - b)) / norm(&mut both().map(|(_, b)| *b))
+        };
+        let (caches, decided) =
+            (away(&bf16(&two.cache), &bf16(&one.cache)), away(&logits(&of_two.logits), &logits(&of_one.logits)));
+        assert!(caches > 0.0 && caches < 0.01 && decided < 0.01, "{within:?}: {caches:e}, {decided:e}");
     }
 }
 
