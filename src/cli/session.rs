@@ -316,9 +316,14 @@ pub fn choose_target(manifest: &Manifest, name: Option<&str>) -> Result<Target, 
 /// The system does not say.
 fn running_program() -> Result<PathBuf, Fault> {
     let itself = Path::new("/proc/self/exe");
-    if cfg!(target_os = "linux") && itself.exists() {
-        return Ok(itself.to_path_buf());
-    }
+    if cfg!(target_os = "linux") && itself.exists() { Ok(itself.to_path_buf()) } else { program_path() }
+}
+
+/// The path of the program that runs, for other machines, too.
+///
+/// # Errors
+/// As [`running_program`].
+pub fn program_path() -> Result<PathBuf, Fault> {
     std::env::current_exe()
         .map_err(|error| Fault::environment(format!("the path of the running program is not known: {error}")))
 }

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::Outcome;
 use super::arguments::{Trials, Tune, TuneOp};
-use super::session::{Session, Talk, pick_target};
+use super::session::{Session, Talk, pick_target, program_path};
 use super::terminal::{end_at_once, interrupt};
 use crate::error::{Fault, Tier};
 use crate::flywheel::RatioInterval;
@@ -130,8 +130,7 @@ pub fn search(
 ) -> Result<Option<Tuned>, Fault> {
     let Search { op, proposer, elsewhere } = what;
     let _deferred = interrupt::defer();
-    let program = std::env::current_exe()
-        .map_err(|error| Fault::environment(format!("the path of the running program is not known: {error}")))?;
+    let program = program_path()?;
     let child = |target: &Target| child(session, &program, path, target, manifest.search.seed, op);
     let Budget { trials, minutes, trial_timeout } = budget;
     let tuning = Tuning { op, trials, minutes, proposer, trial_timeout, child: &child, stop: &interrupt::asked };
@@ -183,8 +182,7 @@ pub fn trials(session: &Session, asked: &Trials) -> Result<Outcome, Fault> {
     let target = pick_target(&manifest, Some(&asked.target))?;
     let workspace = session.workspace(Talk::Nothing)?;
     if let Some(address) = &asked.join {
-        let program = std::env::current_exe()
-            .map_err(|error| Fault::environment(format!("the path of the running program is not known: {error}")))?;
+        let program = program_path()?;
         let path = if asked.manifest.exists() { absolute(&asked.manifest)? } else { asked.manifest.clone() };
         let child = || child(session, &program, &path, &target, manifest.search.seed, asked.op);
         // The search has ended, so there is no reader of answers.

@@ -151,6 +151,11 @@ pub struct Held {
     pub bytes: u64,
 }
 
+/// Most bytes that one device of a schedule's machine holds of its pack.
+pub fn held_bytes_max(schedule: &Schedule) -> u64 {
+    (0..schedule.machine.devices).map(|device| held(schedule, device).bytes).max().unwrap_or(0)
+}
+
 /// What device `device` of a schedule's machine holds of its pack. The only device has the whole pack, byte for byte.
 pub fn held(schedule: &Schedule, device: u32) -> Held {
     let Schedule { program, placement, machine, .. } = schedule;

@@ -11,7 +11,7 @@ use crate::defaults::rows::{PROMPT_ROWS, Room, STEP_ROWS};
 use crate::engine::{CpuSteps, Stepper, Stepwise};
 use crate::error::{Fault, Tier};
 use crate::interp::{Options, Pack};
-use crate::ir::layout::{cache_row_bytes, held};
+use crate::ir::layout::{cache_row_bytes, held_bytes_max};
 use crate::lower::Batch;
 use crate::manifest::{Decode, Manifest, SearchKernel};
 use crate::model::graph::Layer;
@@ -256,8 +256,7 @@ pub(super) struct Memory {
 impl Memory {
     /// What `memory_bytes` have beside the weights of `one`.
     pub(super) fn beside(one: &Validated, memory_bytes: u64) -> Memory {
-        let packs = (0..one.schedule().machine.devices).map(|device| held(one.schedule(), device).bytes);
-        let free_bytes = memory_bytes.saturating_sub(packs.max().unwrap_or(0));
+        let free_bytes = memory_bytes.saturating_sub(held_bytes_max(one.schedule()));
         Memory { free_bytes, state_bytes: StateRows::of(one.schedule()).bytes() }
     }
 

@@ -24,7 +24,7 @@ use crate::cuda::turns::TurnsSession;
 use crate::digest::Digest;
 use crate::error::Fault;
 use crate::interp::{Interp, Options};
-use crate::ir::layout::held;
+use crate::ir::layout::held_bytes_max;
 use crate::ir::program::Space;
 use crate::lower::Batch;
 use crate::manifest::Manifest;
@@ -462,8 +462,7 @@ fn batched_on_device(from: &FromExport, serving: &Serving, served: Served) -> Re
     refuse_more("requests", serving.running_max.into(), served.running_max.into())?;
     refuse_more("cached tokens", serving.cache_tokens.unwrap_or(0).into(), tokens)?;
     let (device, identity) = device_of(target)?;
-    let weights = (0..schedule.machine.devices).map(|device| held(schedule, device).bytes).max().unwrap_or(0);
-    let (needed, free) = (weights + schedule.arena_bytes(Space::Cache), device.memory_free_bytes()?);
+    let (needed, free) = (held_bytes_max(schedule) + schedule.arena_bytes(Space::Cache), device.memory_free_bytes()?);
     if needed > free {
         let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
         return Err(Fault::environment(format!(

@@ -403,7 +403,7 @@ impl<'a> Parser<'a, '_> {
         Ok(format!("set {}", self.filters(Written::new(target, Level::Filtered))?.text))
     }
 
-    /// Defaults are assignments behind the head: there they see the parameters.
+    /// Defaults become assignments after the head, where they see the parameters.
     fn macro_head(&mut self) -> Parsed<(String, Vec<String>)> {
         let name = self.name()?;
         let parameters = self.parameters()?;

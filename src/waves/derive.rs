@@ -1752,7 +1752,7 @@ fn paired_shares(units: Units, blocks: u32, block_rows: u32, sms: u32) -> Vec<Ve
     of_pairs.into_iter().flat_map(of_pair).collect()
 }
 
-/// The units that are divided, of each of so many parts of k in a launch.
+/// What SMs divide in a launch: `n` units in each of `parts` parts of k.
 #[derive(Debug, Clone, Copy)]
 struct Units {
     n: u32,

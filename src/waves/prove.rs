@@ -1104,19 +1104,15 @@ impl Judge<'_> {
         waves = rest;
         let [product, rest @ ..] = waves else { return no("expected a product") };
         self.product(grid, m, product, first)?;
-        let (parts, left) = match (m.epilogue, &product.action) {
-            (Epilogue::Residual { .. }, Action::MatMul { target: Written::Out(parts), .. }) => (*parts, None),
-            (Epilogue::Residual { .. }, &Action::MatMul { target: Written::Sums { branch, .. }, then, .. }) => {
-                match branch {
-                    Some(parts) => (parts, then),
-                    None if rest.is_empty() => return Ok(()),
-                    None => return no("expected no wave after the product"),
-                }
-            }
+        let (parts, left, scale) = match (&product.action, m.epilogue) {
+            (&Action::MatMul { target: Written::Out(parts), .. }, Epilogue::Residual { scale }) => (parts, None, scale),
+            (
+                &Action::MatMul { target: Written::Sums { branch: Some(parts), .. }, then, .. },
+                Epilogue::Residual { scale },
+            ) => (parts, then, scale),
             _ if rest.is_empty() => return Ok(()),
             _ => return no("expected no wave after the product"),
         };
-        let Epilogue::Residual { scale } = m.epilogue else { return no("expected a sum") };
         let [rows] = rest else { return no("expected rows that add what the product left") };
         let Action::Rows { residual, sum: Some(Sum::Branch { branch, norm: None, scale: times }), out } = rows.action
         else {

@@ -89,6 +89,21 @@ fn generated_steps_of_several_devices_compute_what_one_does() {
     assert!(bits >= 2, "{bits} cases add up in the same order");
 }
 
+/// The plan of chunks, and what it and its tail leave of a text: a chunk of two blocks of rows after a short one, and its last rows. `None`: no compiler.
+fn read_and_decide(imported: &Imported, target: &Target) -> Option<(Plan, Ran, Ran)> {
+    let text = tokens(imported, 142);
+    let (some, rest) = text.split_at(11);
+    let launches = [(rows_of(0, 0, &given(some)), 1), (rows_of(0, 11, &given(rest)), 1)];
+    let last = rest.len() as u32;
+    let tail = [(rows_of(0, text.len() as u32 - 3, &[Err(last - 3), Err(last - 2), Err(last - 1)]), 1)];
+    let validated = kernel(&imported.graph, target);
+    let both = with_tail(&validated, target, 256, 16).unwrap_or_else(|refused| panic!("{refused}"));
+    let pages = pages_of(&validated, 1);
+    let chunk = run_kernel(imported, both.chunk(), &launches, &pages)?;
+    let tail = run_kernel_after(imported, both.tail(), &tail, &pages, (&chunk, both.taken()))?;
+    Some((both.chunk().plan().clone(), chunk, tail))
+}
+
 /// A chunk of two blocks of rows after a short one, and its tail. Each device has the keys and values of all heads.
 #[test]
 fn generated_chunks_of_several_devices_have_the_bits_of_one() {
@@ -99,21 +114,8 @@ fn generated_chunks_of_several_devices_have_the_bits_of_one() {
     ] {
         let (_folder, imported) = stored(&wide(name));
         let imported = rounded(imported, &plan);
-        let text = tokens(&imported, 142);
-        let (some, rest) = text.split_at(11);
-        let launches = [(rows_of(0, 0, &given(some)), 1), (rows_of(0, 11, &given(rest)), 1)];
-        let last = rest.len() as u32;
-        let tail = [(rows_of(0, text.len() as u32 - 3, &[Err(last - 3), Err(last - 2), Err(last - 1)]), 1)];
-        let on = |target: &Target| {
-            let validated = kernel(&imported.graph, target);
-            let both = with_tail(&validated, target, 256, 16).unwrap_or_else(|refused| panic!("{name}: {refused}"));
-            let pages = pages_of(&validated, 1);
-            let chunk = run_kernel(&imported, both.chunk(), &launches, &pages)?;
-            let before = (&chunk, both.taken());
-            let tail = run_kernel_after(&imported, both.tail(), &tail, &pages, before)?;
-            Some((chunk, tail))
-        };
-        let (Some((one, of_one)), Some((several, of_several))) = (on(&alone()), on(&together(devices))) else {
+        let on = |target: &Target| read_and_decide(&imported, target);
+        let (Some((_, one, of_one)), Some((_, several, of_several))) = (on(&alone()), on(&together(devices))) else {
             return skipped("generated_chunks_of_several_devices_have_the_bits_of_one", "C++ compiler", "`c++`");
         };
         assert_eq!(several.others.len() as u32, devices - 1);
@@ -132,15 +134,8 @@ fn generated_chunks_of_several_devices_have_the_bits_of_one() {
 fn generated_chunks_of_two_devices_that_keep_columns_compute_what_one_does() {
     for (within, parts) in [(None, [1, 1]), (Some(576), [1, 2])] {
         let (_folder, imported) = stored(&of_size("families/llama-gqa", 128, within));
-        let text = tokens(&imported, 142);
-        let (some, rest) = text.split_at(11);
-        let launches = [(rows_of(0, 0, &given(some)), 1), (rows_of(0, 11, &given(rest)), 1)];
-        let last = rest.len() as u32;
-        let tail = [(rows_of(0, text.len() as u32 - 3, &[Err(last - 3), Err(last - 2), Err(last - 1)]), 1)];
         let on = |target: &Target| {
-            let validated = kernel(&imported.graph, target);
-            let both = with_tail(&validated, target, 256, 16).unwrap();
-            let plan = both.chunk().plan();
+            let (plan, chunk, tail) = read_and_decide(&imported, target)?;
             let sums = plan.waves.iter().filter_map(|wave| match wave.action {
                 Action::MatMul { target: Written::Sums { shown, .. }, .. } => {
                     let Over::Units { parts, .. } = plan.divisions[wave.division.index()].over else { unreachable!() };
@@ -148,12 +143,7 @@ fn generated_chunks_of_two_devices_that_keep_columns_compute_what_one_does() {
                 }
                 _ => None,
             });
-            let sums: Vec<_> = sums.collect();
-            let pages = pages_of(&validated, 1);
-            let chunk = run_kernel(&imported, both.chunk(), &launches, &pages)?;
-            let before = (&chunk, both.taken());
-            let tail = run_kernel_after(&imported, both.tail(), &tail, &pages, before)?;
-            Some((sums, chunk, tail))
+            Some((sums.collect::<Vec<_>>(), chunk, tail))
         };
         let (Some((none, one, of_one)), Some((sums, two, of_two))) = (on(&alone()), on(&together(2))) else {
             const NAME: &str = "generated_chunks_of_two_devices_that_keep_columns_compute_what_one_does";

@@ -564,6 +564,55 @@ static void matmul(const char* name, u32 rows) {
 }
 template <class G>
 static void matmul(const char* name, u32 rows) { matmul<ChunkMachine<32, 46>, G>(name, rows); }
+// A product that adds to the residual and may leave the input of the next one: its memory, and what that holds in the end.
+struct Compared {
+  std::vector<double> expected, found, out, found_out;
+};
+template <class M, class G>
+struct Addition {
+  static constexpr int COLS = G::ROWS;
+  u32 rows;
+  bool weighted;
+  std::vector<float> x, before, bias, weight, by_row;
+  std::vector<double> w;
+  Compared compared;
+  Addition(u32 rows, bool weighted) : rows(rows), weighted(weighted), by_row(G::ROWS, 1.f) {
+    start(rows);
+    u64 state = G::ROWS * 5 + G::K + rows;
+    const std::vector<float> plain = numbers(state, size_t(G::ROWS) * G::K);
+    x = numbers(state, size_t(rows) * G::K), before = numbers(state, size_t(rows) * COLS);
+    bias = numbers(state, G::UNITS * G::UNIT_ROWS), weight = numbers(state, COLS);
+    if (G::BIAS) wave.bias = constant(bias);
+    wave.norm_weight = weighted ? constant(weight) : ~0u;
+    w.assign(plain.begin(), plain.end());
+    put_product<M, G>(state, rows, plain, x, w, by_row);
+    wave.residual = activations(size_t(blocks<M>(rows)) * M::BLOCK_ROWS * COLS * 4);
+    for (u32 row = 0; row < rows; row++) std::memcpy(plain_at(wave.residual, row, 0, COLS, 4), before.data() + size_t(row) * COLS, COLS * 4);
+    wave.out = operand<M, COLS>(rows);
+  }
+  // A column of the residual, and of the input of the next product. Returns the sum; 0 of a row that the launch does not have.
+  double compare(u32 row, int r) {
+    auto& [expected, found, out, found_out] = compared;
+    if (row >= rows) {
+      expected.push_back(1), found.push_back(untouched(plain_at(wave.residual, row, r, COLS, 4), 4));
+      return 0;
+    }
+    double y = 0;
+    for (int k = 0; k < G::K; k++) y += w[size_t(r) * G::K + k] * x[size_t(row) * G::K + k];
+    if constexpr (IS_CODED<G>)
+      if (G::ROW_SCALES) y *= by_row[r];
+    if (G::BIAS) y += bias[r];
+    const double sum = before[size_t(row) * COLS + r] + G::SCALE * y;
+    expected.push_back(sum), found.push_back(float_at(plain_at(wave.residual, row, r, COLS, 4)));
+    out.push_back(weighted ? sum * weight[r] : sum), found_out.push_back(bf16_at(operand_at<M, COLS, G::OUT_TILES>(wave.out, row, r)));
+    return sum;
+  }
+  // What pads that input, and all of it of a row that the launch does not have.
+  void compare_rest(u32 row) {
+    for (u32 col = row < rows ? COLS : 0; col < u32((COLS + 127) / 128 * 128); col += 2)
+      compared.out.push_back(1), compared.found_out.push_back(untouched(operand_at<M, COLS, G::OUT_TILES>(wave.out, row, col), 4));
+  }
+};
 // By pairs of blocks, of which the last one has no units: the residual, and where the next product's input is left, `out_name` of that and of its
 // squares. `weighted`: the norm has a weight.
 template <class M, class G>
@@ -575,19 +624,7 @@ static void in_pairs(const char* name, const char* out_name, u32 rows, bool weig
   ends.push_back(G::UNITS);
   const u32 pairs = u32(ends.size()) - 1;
   require(pairs < u32(M::SMS / 2), "a pair that leaves nothing");
-  start(rows);
-  u64 state = G::ROWS * 5 + G::K + rows;
-  const std::vector<float> plain = numbers(state, size_t(G::ROWS) * G::K), x = numbers(state, size_t(rows) * G::K), before = numbers(state, size_t(rows) * COLS);
-  std::vector<float> bias = numbers(state, G::UNITS * G::UNIT_ROWS);
-  const std::vector<float> weight = numbers(state, COLS);
-  if (G::BIAS) wave.bias = constant(bias);
-  if (weighted) wave.norm_weight = constant(weight);
-  std::vector<double> w(plain.begin(), plain.end());
-  std::vector<float> by_row(G::ROWS, 1.f);
-  put_product<M, G>(state, rows, plain, x, w, by_row);
-  wave.residual = activations(size_t(M::BLOCK_ROWS) * COLS * 4);
-  for (u32 row = 0; row < rows; row++) std::memcpy(plain_at(wave.residual, row, 0, COLS, 4), before.data() + size_t(row) * COLS, COLS * 4);
-  wave.out = operand<M, COLS>(rows);
+  Addition<M, G> addition(rows, weighted);
   wave.squares_out = activations(size_t(M::SMS / 2) * M::BLOCK_ROWS * 4);
   run_in_pairs([&] {
     for (u32 sm = 2 * pairs; sm-- > 0;) {
@@ -597,30 +634,19 @@ static void in_pairs(const char* name, const char* out_name, u32 rows, bool weig
       run<M, WaveMatMul<M, G>>(sm);
     }
   });
-  std::vector<double> expected, found, out, found_out;
+  auto& [expected, found, out, found_out] = addition.compared;
   for (u32 row = 0; row < u32(M::BLOCK_ROWS); row++) {
     std::vector<double> squares(pairs);
     for (int r = 0; r < COLS; r++) {
-      if (row >= rows) {
-        expected.push_back(1), found.push_back(untouched(plain_at(wave.residual, row, r, COLS, 4), 4));
-        continue;
-      }
-      double y = 0;
-      for (int k = 0; k < G::K; k++) y += w[size_t(r) * G::K + k] * x[size_t(row) * G::K + k];
-      if constexpr (IS_CODED<G>)
-        if (G::ROW_SCALES) y *= by_row[r];
-      if (G::BIAS) y += bias[r];
-      const double sum = before[size_t(row) * COLS + r] + G::SCALE * y;
-      expected.push_back(sum), found.push_back(float_at(plain_at(wave.residual, row, r, COLS, 4)));
+      const double sum = addition.compare(row, r);
       for (u32 pair = 0; pair < pairs; pair++)
         if (u32(r) / G::UNIT_ROWS >= ends[pair] && u32(r) / G::UNIT_ROWS < ends[pair + 1]) squares[pair] += sum * sum;
-      out.push_back(weighted ? sum * weight[r] : sum), found_out.push_back(bf16_at(operand_at<M, COLS, G::OUT_TILES>(wave.out, row, r)));
     }
     for (u32 pair = 0; G::OUT && pair < u32(M::SMS / 2); pair++) {
       const u8* at = square_of(wave.squares_out, M::SMS / 2, pair, row);
       expected.push_back(pair < pairs ? squares[pair] / COLS : 1), found.push_back(pair < pairs ? float_at(at) / COLS : untouched(at, 4));
     }
-    for (u32 col = row < rows ? COLS : 0; col < u32((COLS + 127) / 128 * 128); col += 2) out.push_back(1), found_out.push_back(untouched(operand_at<M, COLS, G::OUT_TILES>(wave.out, row, col), 4));
+    addition.compare_rest(row);
   }
   report(name, expected, found);
   if (G::OUT)
@@ -636,19 +662,8 @@ struct Summing : P {
 template <class M, class G>
 static void in_sums(const char* name, const char* out_name, u32 rows, bool weighted = true) {
   constexpr int COLS = G::ROWS, GROUPS = (G::UNITS + 7) / 8;
-  start(rows);
-  u64 state = G::ROWS * 5 + G::K + rows;
-  const std::vector<float> plain = numbers(state, size_t(G::ROWS) * G::K), x = numbers(state, size_t(rows) * G::K), before = numbers(state, size_t(rows) * COLS);
-  std::vector<float> bias = numbers(state, G::UNITS * G::UNIT_ROWS), by_row(G::ROWS, 1.f);
-  const std::vector<float> weight = numbers(state, COLS);
-  if (G::BIAS) wave.bias = constant(bias);
-  wave.norm_weight = weighted ? constant(weight) : ~0u;
-  std::vector<double> w(plain.begin(), plain.end());
-  put_product<M, G>(state, rows, plain, x, w, by_row);
+  Addition<M, G> addition(rows, weighted);
   const u32 whole = blocks<M>(rows) * M::BLOCK_ROWS;
-  wave.residual = activations(size_t(whole) * COLS * 4);
-  for (u32 row = 0; row < rows; row++) std::memcpy(plain_at(wave.residual, row, 0, COLS, 4), before.data() + size_t(row) * COLS, COLS * 4);
-  wave.out = operand<M, COLS>(rows);
   wave.squares_out = activations(size_t(whole) * GROUPS * 4);
   // Of a share of several passes, and of one with the last, shorter group.
   for (u32 block = blocks<M>(rows); block-- > 0;) {
@@ -657,27 +672,18 @@ static void in_sums(const char* name, const char* out_name, u32 rows, bool weigh
     shares.push_back({row, u32(M::BLOCK_ROWS), middle, u32(G::UNITS)});
   }
   run<M, WaveMatMul<M, G>>();
-  std::vector<double> expected, found, out, found_out;
+  auto& [expected, found, out, found_out] = addition.compared;
   for (u32 row = 0; row < whole; row++) {
     std::vector<double> squares(GROUPS);
     for (int r = 0; r < COLS; r++) {
-      if (row >= rows) {
-        expected.push_back(1), found.push_back(untouched(plain_at(wave.residual, row, r, COLS, 4), 4));
-        continue;
-      }
-      double y = 0;
-      for (int k = 0; k < G::K; k++) y += w[size_t(r) * G::K + k] * x[size_t(row) * G::K + k];
-      if (G::BIAS) y += bias[r];
-      const double sum = before[size_t(row) * COLS + r] + G::SCALE * y;
-      expected.push_back(sum), found.push_back(float_at(plain_at(wave.residual, row, r, COLS, 4)));
+      const double sum = addition.compare(row, r);
       squares[r / 64] += sum * sum;
-      out.push_back(weighted ? sum * weight[r] : sum), found_out.push_back(bf16_at(operand_at<M, COLS, G::OUT_TILES>(wave.out, row, r)));
     }
     for (int group = 0; group < GROUPS; group++) {
       const u8* at = square_of(wave.squares_out, GROUPS, group, row);
       expected.push_back(row < rows ? squares[group] / COLS : 1), found.push_back(row < rows ? float_at(at) / COLS : untouched(at, 4));
     }
-    for (u32 col = row < rows ? COLS : 0; col < u32((COLS + 127) / 128 * 128); col += 2) out.push_back(1), found_out.push_back(untouched(operand_at<M, COLS, G::OUT_TILES>(wave.out, row, col), 4));
+    addition.compare_rest(row);
   }
   report(name, expected, found);
   report(out_name, out, found_out);
