@@ -70,9 +70,15 @@ impl From<PackError> for Fault {
     }
 }
 
-/// Fills a whole pack in memory.
+/// Makes a whole pack in memory.
 pub fn pack(schedule: &Schedule, graph: &ModelGraph, weights: &Weights) -> Result<Vec<u8>, PackError> {
     let mut bytes = zeros(pack_bytes(schedule))?;
+    fill(schedule, graph, weights, &mut bytes)?;
+    Ok(bytes)
+}
+
+/// Fills a whole pack: `bytes` has [`pack_bytes`] bytes, zero.
+pub fn fill(schedule: &Schedule, graph: &ModelGraph, weights: &Weights, bytes: &mut [u8]) -> Result<(), PackError> {
     for Packed { id, place, bytes: length, part } in packed(schedule)? {
         let out = &mut bytes[place as usize..(place + length) as usize];
         match part {
@@ -81,7 +87,7 @@ pub fn pack(schedule: &Schedule, graph: &ModelGraph, weights: &Weights) -> Resul
             PartOf::Constant => pack_constant(id, &schedule.program.buffers[id.index()], graph, weights, out)?,
         }
     }
-    Ok(bytes)
+    Ok(())
 }
 
 /// Hands out a pack piece by piece, in the order of its bytes and without a gap. Holds one piece at a time, so that a pack

@@ -1,4 +1,4 @@
-//! Owns memory that the device can reach: `DeviceBuffer`, `MappedBuffer` and the `Staging` that fills the first.
+//! Owns memory that the device can reach: `DeviceBuffer` and `MappedBuffer`.
 
 use std::ops::Range;
 use std::ptr::{self, NonNull};
@@ -7,11 +7,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use bytemuck::{AnyBitPattern, NoUninit};
 use cudarc::driver::sys::{CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE, CUdeviceptr};
-use rayon::prelude::*;
 
 use super::api::call;
 use super::driver::{Context, Device, DriverError};
-use super::stream::{Event, Stream};
+use super::stream::Stream;
 
 /// Byte that poisons a buffer: all ones is a NaN in fp32, bf16 and fp16, and -1 as an index.
 pub const POISON: u8 = 0xff;
@@ -48,13 +47,9 @@ impl Device {
         Ok(MappedBuffer { host, address, words })
     }
 
-    /// Two pinned halves of `half_bytes` each, through which large uploads go; 8 MiB saturates a PCIe link.
-    pub fn staging(&self, half_bytes: usize) -> Result<Staging, DriverError> {
-        let half = || -> Result<Half, DriverError> {
-            let host = HostBlock::alloc(&self.context, half_bytes.max(1), 0)?;
-            Ok(Half { host, left: self.event()?, is_pending: false })
-        };
-        Ok(Staging { halves: [half()?, half()?], next: 0 })
+    /// Page-locked host memory of `bytes` bytes, zero.
+    pub(super) fn pinned(&self, bytes: usize) -> Result<HostBlock, DriverError> {
+        HostBlock::alloc(&self.context, bytes, 0)
     }
 }
 
@@ -125,7 +120,7 @@ impl DeviceBuffer {
 
     /// Copies `values` to `offset_bytes`, after the work queued in `stream`, and waits for it.
     ///
-    /// For small inputs. Weights go through `Staging`, which keeps the link busy.
+    /// For small inputs. Weights go through [`super::staging::Lanes`], which keep the link busy.
     pub fn upload<T: NoUninit>(&mut self, stream: &Stream, offset_bytes: u64, values: &[T]) -> Result<(), DriverError> {
         let values: &[u8] = bytemuck::cast_slice(values);
         let to = self.place(offset_bytes, values.len())?;
@@ -219,7 +214,7 @@ impl DeviceBuffer {
     }
 
     /// Address of a range that lies inside the buffer.
-    fn place(&self, offset_bytes: u64, range_bytes: usize) -> Result<CUdeviceptr, DriverError> {
+    pub(super) fn place(&self, offset_bytes: u64, range_bytes: usize) -> Result<CUdeviceptr, DriverError> {
         let range_bytes = range_bytes as u64;
         let is_inside = offset_bytes.checked_add(range_bytes).is_some_and(|end| end <= self.bytes);
         if !is_inside {
@@ -239,13 +234,13 @@ impl Drop for DeviceBuffer {
 }
 
 /// Page-locked host memory.
-struct HostBlock {
+pub(super) struct HostBlock {
     context: Arc<Context>,
-    start: NonNull<u8>,
-    bytes: usize,
+    pub start: NonNull<u8>,
+    pub bytes: usize,
 }
 
-// SAFETY: plain memory, owned; `MappedBuffer` reaches it through atomics, `Staging` through `&mut`.
+// SAFETY: plain memory, owned; `MappedBuffer` reaches it through atomics, `super::staging` through `&mut`.
 unsafe impl Send for HostBlock {}
 // SAFETY: as above.
 unsafe impl Sync for HostBlock {}
@@ -331,104 +326,5 @@ impl MappedBuffer {
 
     pub fn fill(&self, value: u32) {
         self.atomics().iter().for_each(|word| word.store(value, Ordering::Release));
-    }
-}
-
-/// Pinned memory in two halves: one is filled by the host while the other is on its way to the device.
-pub struct Staging {
-    halves: [Half; 2],
-    next: usize,
-}
-
-struct Half {
-    host: HostBlock,
-    /// The device has read the half; meaningful while `is_pending`.
-    left: Event,
-    is_pending: bool,
-}
-
-impl Half {
-    /// The half, once the device has read it.
-    fn bytes_mut(&mut self) -> Result<&mut [u8], DriverError> {
-        if self.is_pending {
-            while !self.left.is_done()? {
-                std::hint::spin_loop();
-            }
-            self.is_pending = false;
-        }
-        // SAFETY: the block has this many initialised bytes, `&mut self` is exclusive, and no copy is pending.
-        Ok(unsafe { std::slice::from_raw_parts_mut(self.host.start.as_ptr(), self.host.bytes) })
-    }
-}
-
-/// Piece of a copy into pinned memory that one thread makes: large enough to pay for the hand-over.
-const COPY_PIECE_BYTES: usize = 1 << 20;
-
-impl Staging {
-    /// Copies `bytes` to `offset_bytes` of `buffer` and waits for the end. Reads the source with all cores, so that a
-    /// file mapping is paged in at the speed of the disk.
-    pub fn upload(
-        &mut self,
-        stream: &Stream,
-        buffer: &mut DeviceBuffer,
-        offset_bytes: u64,
-        bytes: &[u8],
-    ) -> Result<(), DriverError> {
-        self.upload_chunks(stream, buffer, offset_bytes, [bytes])
-    }
-
-    /// Copies `chunks`, one after another, to `offset_bytes` of `buffer` and waits for the end.
-    pub fn upload_chunks<Chunk: AsRef<[u8]>>(
-        &mut self,
-        stream: &Stream,
-        buffer: &mut DeviceBuffer,
-        offset_bytes: u64,
-        chunks: impl IntoIterator<Item = Chunk>,
-    ) -> Result<(), DriverError> {
-        let mut offset_bytes = offset_bytes;
-        for chunk in chunks {
-            let chunk = chunk.as_ref();
-            buffer.place(offset_bytes, chunk.len())?;
-            for piece in chunk.chunks(self.halves[0].host.bytes) {
-                self.send(stream, buffer.place(offset_bytes, piece.len())?, piece)?;
-                offset_bytes += piece.len() as u64;
-            }
-        }
-        stream.synchronize()?;
-        self.halves.iter_mut().for_each(|half| half.is_pending = false);
-        Ok(())
-    }
-
-    /// Copies `values` to `offset_bytes` of `buffer` in the order of the stream, and returns at once. What is larger than a half is waited for.
-    ///
-    /// # Errors
-    /// A range outside of the buffer; what the driver refuses.
-    pub fn queue<T: NoUninit>(
-        &mut self,
-        stream: &Stream,
-        buffer: &mut DeviceBuffer,
-        offset_bytes: u64,
-        values: &[T],
-    ) -> Result<(), DriverError> {
-        let bytes: &[u8] = bytemuck::cast_slice(values);
-        if bytes.len() > self.halves[0].host.bytes {
-            return self.upload(stream, buffer, offset_bytes, bytes);
-        }
-        let to = buffer.place(offset_bytes, bytes.len())?;
-        if bytes.is_empty() { Ok(()) } else { self.send(stream, to, bytes) }
-    }
-
-    /// Queues one piece, not larger than a half, to a checked address.
-    fn send(&mut self, stream: &Stream, to: CUdeviceptr, piece: &[u8]) -> Result<(), DriverError> {
-        let half = &mut self.halves[self.next];
-        self.next = 1 - self.next;
-        let pinned = &mut half.bytes_mut()?[..piece.len()];
-        let pieces = pinned.par_chunks_mut(COPY_PIECE_BYTES).zip(piece.par_chunks(COPY_PIECE_BYTES));
-        pieces.for_each(|(to, from)| to.copy_from_slice(from));
-        let api = stream.context.bind()?;
-        // SAFETY: the caller checked the destination; the half is not written again before its event has passed.
-        unsafe { call!(api, cuMemcpyHtoDAsync_v2(to, half.host.start.as_ptr().cast(), piece.len(), stream.handle())) }?;
-        half.is_pending = true;
-        half.left.record(stream)
     }
 }

@@ -27,6 +27,7 @@ mod rows_peers;
 pub mod sampler;
 pub mod self_test;
 pub mod session;
+pub mod staging;
 pub mod states;
 mod step_memory;
 pub mod stream;

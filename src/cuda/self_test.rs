@@ -78,7 +78,7 @@ const SHORT_DEADLINE: Duration = Duration::from_millis(100);
 const SHORT_TIMEOUT: Duration = Duration::from_millis(10);
 /// Uploaded through halves of 8 MiB: a half, the other half, one of them again, and a part.
 const UPLOAD_BYTES: usize = (24 << 20) + 12_345;
-const STAGING_HALF_BYTES: usize = 8 << 20;
+const PIECE_BYTES: usize = 1 << 20;
 const BLOCK: u32 = 128;
 
 /// Compiles trivial kernels for `device` and tries every promise; takes about a second.
@@ -120,16 +120,16 @@ pub fn self_test(device: &Device, nvrtc: &Nvrtc) -> Result<SelfTest, SelfTestErr
     })
 }
 
-/// Bytes that pass through staging arrive unchanged; returns bytes per second.
+/// Bytes that pass through lanes arrive unchanged; returns bytes per second.
 fn test_upload(device: &Device, stream: &Stream) -> Result<f64, SelfTestError> {
     let sent: Vec<u8> = (0..UPLOAD_BYTES as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     let mut buffer = device.alloc(sent.len() as u64 + 1)?;
     buffer.poison(stream)?;
     stream.synchronize()?;
-    let mut staging = device.staging(STAGING_HALF_BYTES)?;
+    let mut lanes = device.lanes(PIECE_BYTES)?;
     let start = Instant::now();
-    // Chunks that end inside a half, and a destination that is not aligned.
-    staging.upload_chunks(stream, &mut buffer, 1, sent.chunks(5 << 20))?;
+    // The last piece is shorter, and the destination is not aligned.
+    lanes.upload(stream, &mut buffer, 1, &sent)?;
     let seconds = start.elapsed().as_secs_f64();
     let poison = [super::memory::POISON];
     let expected: Vec<u8> = poison.iter().chain(&sent).copied().collect();

@@ -1,7 +1,8 @@
 //! Owns `LaunchTables`: where launches find their rows and pages on a device, so that the next tables arrive while a launch runs.
 
 use super::driver::{Device, DriverError};
-use super::memory::{DeviceBuffer, Staging};
+use super::memory::DeviceBuffer;
+use super::staging::Staging;
 use super::stream::Stream;
 use crate::codegen::abi::Row;
 

@@ -3,7 +3,9 @@
 //! A counter-based generator, so that any row of any tensor can be made alone, in any order, by any number of threads,
 //! and two builds of one synthetic model agree on every bit without a file between them.
 
-use std::sync::LazyLock;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{LazyLock, Mutex, PoisonError};
 
 use half::bf16;
 
@@ -15,11 +17,23 @@ use crate::random::{GOLDEN, mix};
 /// `mix(key + (i / 4 + 1) * GOLDEN)`: one hash serves four elements. The table holds 4096 normal-like values of
 /// mean 0 and deviation 1, none beyond 3.5, so there are no outliers that would decide a tolerance. Every value is
 /// exact in bf16, so an fp32 and a bf16 build of one model share weights.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct SyntheticTensor {
     key: u64,
     mean: f32,
     std: f32,
+    values: &'static Values,
+}
+
+/// What an element can be: `round_to_bf16(mean + std * NORMAL[u])` for each `u`.
+type Values = [bf16; 1 << TABLE_BITS];
+
+impl fmt::Debug for SyntheticTensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // What names the tensor in keys; `values` follow from it.
+        let SyntheticTensor { key, mean, std, values: _ } = self;
+        f.debug_struct("SyntheticTensor").field("key", key).field("mean", mean).field("std", std).finish()
+    }
 }
 
 /// What a draft reads beside its token at `position` where no model gave it anything, as in checks: evenly spread in -2 to 2, about as
@@ -49,6 +63,14 @@ static NORMAL: LazyLock<[f32; 1 << TABLE_BITS]> = LazyLock::new(|| {
     })
 });
 
+/// The values for `mean` and `std`. Tensors of one shape share them: a model has few, and they stay for the next one.
+fn values(mean: f32, std: f32) -> &'static Values {
+    static ALL: Mutex<BTreeMap<(u32, u32), &'static Values>> = Mutex::new(BTreeMap::new());
+    let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+    let made = || Box::leak(Box::new(NORMAL.map(|normal| round_bf16(mean + std * normal))));
+    all.entry((mean.to_bits(), std.to_bits())).or_insert_with(|| made())
+}
+
 impl SyntheticTensor {
     /// `mean` and `std` of the values before rounding.
     pub fn new(seed: u64, name: &str, mean: f32, std: f32) -> Self {
@@ -56,37 +78,35 @@ impl SyntheticTensor {
         hasher.update(b"monobloc synthetic tensor\0").update(&seed.to_le_bytes()).update(name.as_bytes());
         let mut key = [0; 8];
         hasher.finalize_xof().fill(&mut key);
-        SyntheticTensor { key: u64::from_le_bytes(key), mean, std }
+        SyntheticTensor { key: u64::from_le_bytes(key), mean, std, values: values(mean, std) }
     }
 
     /// Element `index`, counted in row-major order over the whole tensor.
     pub fn value(&self, index: u64) -> bf16 {
-        self.element(&NORMAL, self.hash(index / 4), index)
+        self.group(index / 4)[(index % 4) as usize]
     }
 
-    fn hash(&self, group: u64) -> u64 {
-        mix(self.key.wrapping_add(group.wrapping_add(1).wrapping_mul(GOLDEN)))
+    /// Elements `4 group..4 group + 4`.
+    fn group(&self, group: u64) -> [bf16; 4] {
+        let hash = mix(self.key.wrapping_add(group.wrapping_add(1).wrapping_mul(GOLDEN)));
+        let lane = |lane: u32| self.values[(hash >> (16 * lane + 16 - TABLE_BITS)) as usize % (1 << TABLE_BITS)];
+        [lane(0), lane(1), lane(2), lane(3)]
     }
 
-    fn element(&self, normal: &[f32; 1 << TABLE_BITS], hash: u64, index: u64) -> bf16 {
-        let lane = (hash >> (16 * (index % 4))) as u16;
-        round_bf16(self.mean + self.std * normal[usize::from(lane >> (16 - TABLE_BITS))])
-    }
-
-    fn fill<T>(&self, first: u64, out: &mut [T], convert: impl Fn(bf16) -> T) {
-        let normal: &[f32; 1 << TABLE_BITS] = &NORMAL;
+    fn fill<T: Copy>(&self, first: u64, out: &mut [T], convert: impl Fn(bf16) -> T) {
         let head = out.len().min((first.wrapping_neg() % 4) as usize);
         let (head, rest) = out.split_at_mut(head);
         for (i, slot) in head.iter_mut().enumerate() {
             *slot = convert(self.value(first + i as u64));
         }
-        let first_group = (first + head.len() as u64) / 4;
-        for (group, slots) in rest.chunks_mut(4).enumerate() {
-            let hash = self.hash(first_group + group as u64);
-            for (lane, slot) in slots.iter_mut().enumerate() {
-                *slot = convert(self.element(normal, hash, lane as u64));
-            }
+        let mut group = (first + head.len() as u64) / 4;
+        let mut whole = rest.chunks_exact_mut(4);
+        for slots in &mut whole {
+            let [a, b, c, d] = self.group(group);
+            slots.copy_from_slice(&[convert(a), convert(b), convert(c), convert(d)]);
+            group += 1;
         }
+        whole.into_remainder().iter_mut().zip(self.group(group)).for_each(|(slot, value)| *slot = convert(value));
     }
 
     /// Elements `first..first + out.len()`.

@@ -17,8 +17,8 @@ use crate::validate::Validated;
 use super::Workspace;
 use super::keys::Hardware;
 
-/// Half of the pinned memory that weights go through on their way to a device.
-const STAGING_BYTES: usize = 8 << 20;
+/// What of the weights goes through a piece of pinned memory at once.
+const PIECE_BYTES: usize = 2 << 20;
 
 /// The CPU of this machine, as a key names it.
 pub(super) fn host() -> Hardware {
@@ -120,15 +120,15 @@ pub(super) fn upload_pack(
     let bytes: &[u8] = (**pack).as_ref();
     let upload = |(index, device): (u32, &Device)| {
         let (stream, held) = (device.stream()?, held(validated.schedule(), index));
-        let (mut buffer, mut staging) = (device.alloc(held.bytes.max(16))?, device.staging(STAGING_BYTES)?);
+        let (mut buffer, mut lanes) = (device.alloc(held.bytes.max(16))?, device.lanes(PIECE_BYTES)?);
         for (range, at) in held.ranges {
-            staging.upload(&stream, &mut buffer, at, &bytes[range.start as usize..range.end as usize])?;
+            lanes.upload(&stream, &mut buffer, at, &bytes[range.start as usize..range.end as usize])?;
         }
         Ok::<DeviceBuffer, DriverError>(buffer)
     };
     if device.others().is_empty() {
         let (stream, mut buffer) = (device.stream()?, device.alloc(pack_bytes(validated.schedule()).max(16))?);
-        device.staging(STAGING_BYTES)?.upload(&stream, &mut buffer, 0, bytes)?;
+        device.lanes(PIECE_BYTES)?.upload(&stream, &mut buffer, 0, bytes)?;
         return Ok(Arc::new(buffer));
     }
     let others = (1..).zip(device.others()).map(upload).collect::<Result<_, _>>()?;

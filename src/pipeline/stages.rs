@@ -5,7 +5,9 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use memmap2::Mmap;
+#[cfg(target_os = "linux")]
+use memmap2::Advice;
+use memmap2::{Mmap, MmapMut};
 
 use crate::cache::{CacheError, Entry, Outcome};
 use crate::candidate::{Candidate, Infeasible, KNOB_NAMES, WAVE_KNOBS, WaveKnobs};
@@ -29,7 +31,7 @@ use crate::model::config::{Imported, graph_text, import, import_config_only};
 use crate::model::graph::ModelGraph;
 use crate::model::rounding::round_matrices;
 use crate::model::source::{Event, Resolved, Source, resolve};
-use crate::pack::{pack, pack_pieces};
+use crate::pack::{fill, pack_pieces};
 use crate::schedule::schedule;
 use crate::search::Space;
 use crate::target::Target;
@@ -707,8 +709,15 @@ pub(super) fn write_pack(context: &BuildContext<'_>, validated: &Validated, file
 
 /// Makes a pack in memory, from weights that can be read or made as often as needed.
 pub(super) fn memory_pack(context: &BuildContext<'_>, validated: &Validated) -> Result<Pack, Fault> {
-    let Imported { graph, weights, .. } = context.imported;
-    Ok(Arc::new(pack(validated.schedule(), graph, weights)?))
+    let (schedule, Imported { graph, weights, .. }) = (validated.schedule(), context.imported);
+    let bytes = pack_bytes(schedule);
+    let none = |error| Fault::environment(format!("no memory for a pack of {bytes} bytes: {error}"));
+    let mut map = MmapMut::map_anon(usize::try_from(bytes).unwrap_or(usize::MAX).max(1)).map_err(none)?;
+    // Where the system refuses large pages, the pack is made all the same, and takes longer: 3.9 million pages for 8B.
+    #[cfg(target_os = "linux")]
+    drop(map.advise(Advice::HugePage));
+    fill(schedule, graph, weights, &mut map)?;
+    Ok(Arc::new(map))
 }
 
 pub(super) fn map_pack(entry: &Entry) -> Result<Pack, Fault> {

@@ -226,7 +226,7 @@ fn misuse_is_refused_before_it_reaches_the_driver() {
     assert_eq!(buffer.upload(&stream, 8, &[0_u32; 24]), Err(outside(8, 96)));
     assert_eq!(buffer.download::<u8>(&stream, u64::MAX, 2), Err(outside(u64::MAX, 2)));
     assert_eq!(buffer.download::<u64>(&stream, 0, usize::MAX), Err(outside(0, u64::MAX)));
-    assert_eq!(device.staging(16).unwrap().upload(&stream, &mut buffer, 50, &[0; 51]), Err(outside(50, 51)));
+    assert_eq!(device.lanes(16).unwrap().upload(&stream, &mut buffer, 50, &[0; 51]), Err(outside(50, 51)));
     let mut copy = device.alloc(100).unwrap();
     copy.copy_from(&stream, 0, &buffer, 0, buffer.bytes()).unwrap();
     assert_eq!(copy.download::<u32>(&stream, 4, 24).unwrap(), [1; 24]);
