@@ -441,14 +441,164 @@ mod tests {
         ] {
             let schema = format!(r#"{{"type": "string", "pattern": "{pattern}"}}"#);
             let grammar = json_of(&schema).expect(pattern);
-            let takes = |text: &str| {
-                let mut guide = grammar.begin();
-                let json = format!("\"{text}\"");
-                let ended = json.bytes().try_fold(false, |_, byte| guide.push(u32::from(byte)));
-                ended.is_ok_and(|ended| ended || guide.allowed().is_ok_and(|next| next.contains(EOS)))
-            };
+            let takes = |text: &str| takes(&grammar, &format!("\"{text}\""));
             assert!(fits.into_iter().all(takes), "{pattern}");
             assert!(!others.into_iter().any(takes), "{pattern}");
+        }
+    }
+
+    /// Whether a whole text fits.
+    fn takes(grammar: &Grammar, text: &str) -> bool {
+        let mut guide = grammar.begin();
+        let ended = text.bytes().try_fold(false, |_, byte| guide.push(u32::from(byte)));
+        ended.is_ok_and(|ended| ended || guide.allowed().is_ok_and(|next| next.contains(EOS)))
+    }
+
+    /// Each schema with texts that fit, and with others.
+    fn check_texts(cases: &[(&str, &[&str], &[&str])]) {
+        for (schema, fits, others) in cases {
+            let grammar = json_of(schema).unwrap_or_else(|error| panic!("{schema}: {error}"));
+            fits.iter().for_each(|text| assert!(takes(&grammar, text), "{schema}: {text}"));
+            others.iter().for_each(|text| assert!(!takes(&grammar, text), "{schema}: {text}"));
+        }
+    }
+
+    #[test]
+    fn a_keyword_constrains_values_of_its_own_type_only() {
+        check_texts(&[
+            (r#"{"minimum": 3}"#, &["3", "\"a\"", "null", "true", "[]", "[1, 2]", "{\"a\":0}"], &["2.5", "-1"]),
+            (r#"{"minLength": 2}"#, &["\"ab\"", "1", "[]", "{}"], &["\"\"", "\"a\""]),
+            (r#"{"pattern": "^a"}"#, &["\"ab\"", "1", "[\"b\"]", "{\"b\": \"b\"}"], &["\"b\""]),
+            (r#"{"maxItems": 1}"#, &["[]", "[null]", "\"ab\"", "12", "{}"], &["[1, 2]", "[1,2]"]),
+            (
+                r#"{"prefixItems": [{"type": "null"}], "items": false}"#,
+                &["[null]", "[]", "1", "{}"],
+                &["[1]", "[null,1]"],
+            ),
+            (r#"{"required": ["a"]}"#, &["{\"a\":1}", "\"a\"", "0", "null", "[]"], &["{}", "{\"b\": 1}"]),
+            (
+                r#"{"properties": {"a": {"maximum": 1}}, "additionalProperties": false}"#,
+                &["{}", "{\"a\": 1}", "{\"a\": \"x\"}", "[2]", "2"],
+                &["{\"a\": 2}", "{\"b\":1}"],
+            ),
+            (
+                r#"{"enum": [1, "a", [2], {"b": null}], "minimum": 2, "minLength": 1}"#,
+                &["\"a\"", "[2]", "{\"b\": null}"],
+                &["1", "null"],
+            ),
+            (
+                r#"{"anyOf": [{"maximum": 1}, {"minLength": 2}], "type": ["number", "string"]}"#,
+                &["1", "2", "\"a\""],
+                &["null", "[]"],
+            ),
+            (r#"{"allOf": [{"maximum": 1}, {"minLength": 2}]}"#, &["1", "\"ab\"", "[]", "true"], &["2", "\"a\""]),
+            (
+                r#"{"oneOf": [{"type": "string", "maxItems": 0}, {"type": "array", "maxLength": 0}]}"#,
+                &["\"a\"", "[1]"],
+                &["1", "{}"],
+            ),
+            (
+                r##"{"$ref": "#/$defs/x", "maxLength": 1, "$defs": {"x": {"minimum": 3}}}"##,
+                &["3", "\"a\"", "{}"],
+                &["2", "\"ab\""],
+            ),
+            (r#"{"propertyNames": {"pattern": "^a"}}"#, &["{\"ab\": 1}", "\"b\"", "1"], &["{\"b\": 1}"]),
+            (r#"{"multipleOf": 2}"#, &["4", "\"a\"", "[3]"], &["3", "2.5"]),
+        ]);
+    }
+
+    #[test]
+    fn keywords_of_all_drafts_have_one_meaning_in_any_order() {
+        const DRAFT_4: &str = "http://json-schema.org/draft-04/schema#";
+        let old = |rest: &str| format!(r#"{{"$schema": "{DRAFT_4}", {rest}}}"#);
+        check_texts(&[
+            (r#"{"minimum": 3, "anyOf": [{}], "exclusiveMinimum": true}"#, &["3.5", "\"a\""], &["3", "2"]),
+            (&old(r#""exclusiveMaximum": true, "allOf": [{}], "maximum": 3"#), &["2"], &["3"]),
+            (&old(r#""const": 1"#), &["1"], &["2", "\"a\""]),
+            (&old(r#""prefixItems": [{"type": "null"}], "items": false"#), &["[null]"], &["[1]"]),
+            (
+                r#"{"items": [{"type": "null"}], "anyOf": [{}], "additionalItems": false}"#,
+                &["[null]", "[]"],
+                &["[null, 1]", "[1]"],
+            ),
+            (
+                r#"{"items": [{"type": "null"}], "additionalItems": {"type": "integer"}}"#,
+                &["[null, 1]"],
+                &["[null, \"a\"]"],
+            ),
+            (
+                r#"{"patternProperties": {"^a": {}}, "allOf": [{}], "additionalProperties": false}"#,
+                &["{}", "{\"ab\": 1}"],
+                &["{\"b\": 1}"],
+            ),
+        ]);
+        let inner = r##"{"$defs": {"a": {"$id": "http://a/b", "$ref": "#/$defs/b"}}, "$ref": "#/$defs/a"}"##;
+        let error = json_of(inner).map(|_| ()).unwrap_err().to_string();
+        assert!(error.starts_with("`$defs.a.$id`: references below an identifier"), "{error}");
+        let error = json_of(&old(r#""contains": {"type": "null"}"#)).map(|_| ()).unwrap_err().to_string();
+        assert!(error.starts_with("`contains`: this keyword is not supported"), "{error}");
+    }
+
+    #[test]
+    fn multiples_are_found_exactly_or_refused() {
+        check_texts(&[
+            (
+                r#"{"multipleOf": 0.25}"#,
+                &["0.5", "0.50", "0.75", "1.0", "-1.5", "3", "\"a\""],
+                &["0.7", "0.3", "0.251"],
+            ),
+            (
+                r#"{"type": "number", "multipleOf": 0.125, "maximum": 1}"#,
+                &["0.5", "0.25", "0.375", "1"],
+                &["0.1", "1.5", "null"],
+            ),
+            (r#"{"multipleOf": 0.07}"#, &["0.07", "0.7", "1.4", "7"], &["0.08", "1"]),
+            (r#"{"type": "integer", "multipleOf": 1.5}"#, &["3", "-6"], &["1", "1.5"]),
+            (r#"{"allOf": [{"multipleOf": 0.25}, {"multipleOf": 0.3}]}"#, &["1.5", "3"], &["0.25", "0.3", "0.6"]),
+            (r#"{"type": "integer", "multipleOf": 1000000}"#, &["429000000"], &["4294967296", "429000001"]),
+        ]);
+        for (text, expected) in [
+            (
+                r#"{"multipleOf": 3000000000}"#,
+                "`multipleOf`: the multiples of 3000000000 cannot be found exactly; use one",
+            ),
+            (r#"{"items": {"multipleOf": 1e-9}}"#, "`items.multipleOf`: the multiples of 1e-9 "),
+            (r#"{"multipleOf": 0}"#, "`multipleOf`: expected a number above 0, found 0"),
+            (
+                r#"{"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}"#,
+                "the common multiples of its `multipleOf` may",
+            ),
+        ] {
+            let error = json_of(text).map(|_| ()).expect_err(text).to_string();
+            assert!(error.starts_with(expected), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn patterns_are_those_of_ecma_262() {
+        check_texts(&[
+            (r#"{"pattern": "^.$"}"#, &["\"a\"", "\"é\"", "\"\u{85}\""], &[r#""\r""#, r#""\n""#, "\"\u{2028}\""]),
+            (r#"{"pattern": "^\\s$"}"#, &["\" \"", "\"\u{feff}\"", "\"\u{a0}\"", r#""\r""#], &["\"\u{85}\"", "\"a\""]),
+            (r#"{"pattern": "^[\\S]$"}"#, &["\"\u{85}\"", "\"a\""], &["\"\u{feff}\"", "\" \""]),
+            (r#"{"pattern": "^(?:(?s:.)|(?s).)[.]$"}"#, &[r#""\r.""#, r#""\n.""#], &[r#""\r\r""#]),
+            (r#"{"pattern": "^(?s:a).$"}"#, &["\"ab\""], &[r#""a\r""#]),
+            (r#"{"pattern": "^[^\\s.]+?$"}"#, &["\"ab\""], &["\"a b\"", "\"a.b\""]),
+        ]);
+        for (pattern, expected) in [
+            ("a++", "a quantifier after another one"),
+            ("a{1,2}{3}", "a quantifier after another one"),
+            (r"\\Aa\\z", "`\\a`, `\\A` and `\\z` are no escapes of ECMA-262"),
+            (r"\\pL", "expected `{` after `\\p`"),
+            ("[]a]", "a class that begins with `]`"),
+            ("(?x: a)", "flags other than"),
+            ("(?-u:a)", "flags other than"),
+        ] {
+            for schema in
+                [format!(r#"{{"pattern": "{pattern}"}}"#), format!(r#"{{"patternProperties": {{"{pattern}": {{}}}}}}"#)]
+            {
+                let error = json_of(&schema).map(|_| ()).expect_err(&schema).to_string();
+                assert!(error.contains(expected) && error.starts_with("`pattern"), "{pattern}: {error}");
+            }
         }
     }
 
@@ -572,6 +722,32 @@ mod tests {
         let value: Value = serde_json::from_slice(&text).unwrap();
         assert!(ended);
         assert_eq!(value, json!([1, 2, 1, 4, { "$ref": "#/$defs/a~1b" }]));
+    }
+
+    #[test]
+    fn references_may_lead_through_keywords_that_are_written_in_another_way() {
+        check_texts(&[
+            (
+                r##"{"items": [{"type": "null"}, {"$ref": "#/items/0"}], "additionalItems": {"$ref": "#/items/1"}, "type": "array"}"##,
+                &["[null, null, null]", "[]"],
+                &["[1]", "[null, 1]", "[null, null, 1]"],
+            ),
+            (
+                r##"{"patternProperties": {"^.$": {"type": "null"}}, "properties": {"ab": {"$ref": "#/patternProperties/^.$"}}, "type": "object"}"##,
+                &["{\"ab\": null}", "{\"a\": null}"],
+                &["{\"ab\": 1}", "{\"a\": 1}"],
+            ),
+            (
+                r##"{"type": "array", "items": {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/items"}}]}}"##,
+                &["[null, [null, []]]"],
+                &["[1]", "[[1]]"],
+            ),
+        ]);
+        for reference in ["#/prefixItems/+0", "#/prefixItems/00", "#/prefixItems/1", "#/prefixItems/-"] {
+            let text = json!({ "prefixItems": [{ "type": "null" }], "items": { "$ref": reference } }).to_string();
+            let error = json_of(&text).map(|_| ()).expect_err(&text).to_string();
+            assert!(error.starts_with("`items.$ref`: ") && error.contains("define it in `$defs`"), "{text}: {error}");
+        }
     }
 
     #[test]

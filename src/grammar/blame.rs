@@ -124,7 +124,6 @@ pub fn find(
     let mut whole = Value::Object(schema.clone());
     move_references(&mut whole, Place::Schema);
     let Value::Object(mut members) = whole else { return Blame { path: Path::default(), keyword: None, reason } };
-    let draft = members.remove("$schema");
     // An identifier would change where references lead.
     for key in ["$id", "id"] {
         if members.get(key).is_some_and(Value::is_string) {
@@ -132,7 +131,7 @@ pub fn find(
         }
     }
     let whole = Value::Object(members);
-    let search = Search { whole: &whole, draft, refusal, trials: TRIALS_MAX, begun: Instant::now() };
+    let search = Search { whole: &whole, refusal, trials: TRIALS_MAX, begun: Instant::now() };
     search.run(reason)
 }
 
@@ -199,7 +198,6 @@ fn fits_nothing(reason: &str) -> bool {
 
 struct Search<'a, R> {
     whole: &'a Value,
-    draft: Option<Value>,
     refusal: R,
     trials: u32,
     begun: Instant,
@@ -258,9 +256,6 @@ impl<'a, R: FnMut(Map<String, Value>) -> Option<String>> Search<'a, R> {
         self.trials = self.trials.checked_sub(1).filter(|_| self.begun.elapsed() < TIME_MAX)?;
         members.remove("definitions");
         members.insert("$defs".to_string(), json!({ WHOLE: self.whole }));
-        if let Some(draft) = &self.draft {
-            members.insert("$schema".to_string(), draft.clone());
-        }
         (self.refusal)(members).filter(|reason| fits_nothing(reason) == fits_nothing(whole))
     }
 

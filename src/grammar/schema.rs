@@ -6,6 +6,8 @@
 //! name, because a text would fit another schema than the client sent.
 
 mod bounds;
+mod drafts;
+mod multiples;
 mod patterns;
 mod plain;
 
@@ -92,17 +94,27 @@ pub(super) fn read(text: &str) -> Result<Map<String, Value>, GrammarError> {
 }
 
 /// A schema as llguidance reads it.
-pub(super) fn finished(schema: Map<String, Value>) -> Result<Value, GrammarError> {
+pub(super) fn finished(mut schema: Map<String, Value>) -> Result<Value, GrammarError> {
+    // Keywords of all drafts are read, each with one meaning. llguidance would ignore those that the named draft lacks.
+    schema.shift_remove("$schema");
+    each_schema(&schema, &mut |members, path| {
+        drafts::check(members, path)?;
+        patterns::check(members, path)?;
+        multiples::check(members, path)
+    })?;
     let mut renamed = Renamed { taken: names(&schema), names: BTreeMap::new() };
     let mut root = Value::Object(schema);
-    plain::rewrite(&mut root, Place::Schema);
     rewrite(&mut root, Place::Schema, &Path::default(), &mut renamed)?;
     let Value::Object(mut schema) = root else { return Err(GrammarError::NoObject) };
     define(&mut schema, renamed)?;
+    let mut root = Value::Object(schema);
+    plain::rewrite(&mut root, Place::Schema);
+    let Value::Object(mut schema) = root else { return Err(GrammarError::NoObject) };
     if let Some((path, reference)) = circle(&schema) {
         return Err(GrammarError::Circle { path, reference });
     }
     bounds::check(&schema)?;
+    multiples::check_common(&schema)?;
     schema.insert("x-guidance".to_string(), json!({ "whitespace_pattern": WHITE_SPACE }));
     Ok(Value::Object(schema))
 }
@@ -183,6 +195,42 @@ impl Place {
             Place::Schema => Some(Place::Schema),
         }
     }
+}
+
+/// Does something with each schema in a schema, itself included.
+fn each_schema(
+    schema: &Map<String, Value>,
+    each: &mut impl FnMut(&Map<String, Value>, &Path) -> Result<(), GrammarError>,
+) -> Result<(), GrammarError> {
+    fn inner(
+        value: &Value,
+        place: Place,
+        path: &Path,
+        each: &mut impl FnMut(&Map<String, Value>, &Path) -> Result<(), GrammarError>,
+    ) -> Result<(), GrammarError> {
+        match value {
+            Value::Array(items) => {
+                items.iter().enumerate().try_for_each(|(at, item)| inner(item, place, &path.item(at), each))
+            }
+            Value::Object(members) if place == Place::Schema => of_members(members, path, each),
+            Value::Object(members) => {
+                members.iter().try_for_each(|(key, value)| inner(value, Place::Schema, &path.key(key), each))
+            }
+            _ => Ok(()),
+        }
+    }
+    fn of_members(
+        members: &Map<String, Value>,
+        path: &Path,
+        each: &mut impl FnMut(&Map<String, Value>, &Path) -> Result<(), GrammarError>,
+    ) -> Result<(), GrammarError> {
+        each(members, path)?;
+        members.iter().try_for_each(|(key, value)| match Place::Schema.of(key) {
+            Some(place) => inner(value, place, &path.key(key), each),
+            None => Ok(()),
+        })
+    }
+    of_members(schema, &Path::default(), each)
 }
 
 /// Refuses numbers that llguidance would round.
@@ -293,7 +341,20 @@ fn misread(path: &Path, reference: &str, why: &'static str) -> GrammarError {
     GrammarError::Reference { path: path.clone(), reference: reference.chars().take(100).collect(), why }
 }
 
-/// Rewrites references that have escapes (RFC 6901, in a fragment as RFC 3986 has it): llguidance takes their parts as they are spelled.
+/// Whether a reference has to be resolved here: it has escapes (RFC 6901, in a fragment as RFC 3986 has it), which llguidance takes as they are
+/// spelled, or an index that it takes for another one, or it leads through keywords that [`plain`] moves.
+fn is_own(reference: &str) -> bool {
+    const MOVED: [&str; 6] =
+        ["items", "additionalItems", "patternProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties"];
+    let Some(keys) = reference.strip_prefix("#/") else { return false };
+    let is_odd = |key: &str| {
+        let is_index = key.trim_start_matches('+').bytes().all(|byte| byte.is_ascii_digit());
+        is_index && key.len() > 1 && key.starts_with(['+', '0'])
+    };
+    keys.is_empty() || keys.contains(['%', '~']) || keys.split('/').any(|key| MOVED.contains(&key) || is_odd(key))
+}
+
+/// Gives each reference that is resolved here a name in `$defs`.
 fn rewrite(value: &mut Value, place: Place, path: &Path, renamed: &mut Renamed) -> Result<(), GrammarError> {
     let members = match value {
         Value::Object(members) => members,
@@ -307,7 +368,7 @@ fn rewrite(value: &mut Value, place: Place, path: &Path, renamed: &mut Renamed) 
         let path = path.key(key);
         match (place, key.as_str(), &mut *value) {
             (Place::Schema, "$ref", Value::String(reference)) => {
-                if reference.starts_with("#/") && (reference.contains(['%', '~']) || reference == "#/") {
+                if is_own(reference) {
                     let keys = keys(reference).map_err(|why| misread(&path, reference, why))?;
                     let name = renamed.name(keys, path);
                     *reference = format!("#/$defs/{name}");
@@ -367,12 +428,18 @@ fn keys(reference: &str) -> Result<Vec<String>, &'static str> {
     parts.collect()
 }
 
+/// An index of a list: RFC 6901 has no sign and no zero before other digits.
+fn index(key: &str) -> Option<usize> {
+    let is_plain = key == "0" || !key.starts_with(['0', '+']);
+    key.parse().ok().filter(|_| is_plain)
+}
+
 fn follow(schema: &Map<String, Value>, path: impl IntoIterator<Item = impl AsRef<str>>) -> Option<&Value> {
     let mut path = path.into_iter();
     let mut value = schema.get(path.next()?.as_ref())?;
     for key in path {
         value = match value {
-            Value::Array(items) => items.get(key.as_ref().parse::<usize>().ok()?)?,
+            Value::Array(items) => items.get(index(key.as_ref())?)?,
             value => value.get(key.as_ref())?,
         };
     }

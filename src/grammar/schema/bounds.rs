@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value};
 
 use super::super::blame::Path;
-use super::{GrammarError, Place, pointer, target};
+use super::{GrammarError, each_schema, pointer, target};
 
 /// Most combinations of alternatives that are looked at.
 const COMBINATIONS_MAX: usize = 20_000;
@@ -24,37 +24,13 @@ struct Bounds {
 ///
 /// Bounds may come from `allOf`, from references, and from one alternative of each list of alternatives.
 pub fn check(schema: &Map<String, Value>) -> Result<(), GrammarError> {
-    schemas(&Value::Object(schema.clone()), Place::Schema, &Path::default(), &mut |node, path| {
+    each_schema(schema, &mut |node, path| {
         let mut choice = Choice::default();
         match choice.collect(schema, node, path) {
             true => choice.check(schema, path, &mut { COMBINATIONS_MAX }),
             false => Ok(()),
         }
     })
-}
-
-/// Does something with each schema in a schema.
-fn schemas(
-    value: &Value,
-    place: Place,
-    path: &Path,
-    each: &mut impl FnMut(&Map<String, Value>, &Path) -> Result<(), GrammarError>,
-) -> Result<(), GrammarError> {
-    match value {
-        Value::Array(items) => {
-            items.iter().enumerate().try_for_each(|(at, item)| schemas(item, place, &path.item(at), each))
-        }
-        Value::Object(members) => {
-            if place == Place::Schema {
-                each(members, path)?;
-            }
-            members.iter().try_for_each(|(key, value)| match place.of(key) {
-                Some(place) => schemas(value, place, &path.key(key), each),
-                None => Ok(()),
-            })
-        }
-        _ => Ok(()),
-    }
 }
 
 /// A schema whose alternatives are chosen up to here.
@@ -134,12 +110,7 @@ fn has_bounds(node: &Map<String, Value>) -> bool {
 impl Bounds {
     fn add(&mut self, node: &Map<String, Value>, path: &Path) {
         let number = |key: &str| node.get(key).and_then(Value::as_f64);
-        // In draft 4 it is a flag, and the bound another key.
-        let excluded = |key: &str, bound: &str| match node.get(key) {
-            Some(Value::Bool(true)) => number(bound),
-            _ => number(key),
-        };
-        let (above, below) = (excluded("exclusiveMinimum", "minimum"), excluded("exclusiveMaximum", "maximum"));
+        let (above, below) = (number("exclusiveMinimum"), number("exclusiveMaximum"));
         self.least.extend(number("minimum").or(above));
         self.most.extend(number("maximum").or(below));
         let whole = |bound: &f64| bound.fract() == 0.0;
@@ -177,7 +148,6 @@ mod tests {
             (json!({ "type": "number", "exclusiveMinimum": 3.0, "exclusiveMaximum": 3.5 }), Some("exclusiveMinimum")),
             (json!({ "exclusiveMaximum": 0, "minimum": -0.5 }), Some("exclusiveMaximum")),
             (json!({ "exclusiveMinimum": -2.5, "exclusiveMaximum": -2 }), Some("exclusiveMaximum")),
-            (json!({ "exclusiveMinimum": true, "minimum": 0, "maximum": 0.5 }), Some("exclusiveMinimum")),
             (
                 json!({ "items": { "allOf": [{ "exclusiveMinimum": 0 }, { "maximum": 0.5 }] } }),
                 Some("items.allOf[0].exclusiveMinimum"),

@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{Place, patterns};
+use super::{Place, drafts, multiples, patterns};
 
 /// Keywords whose schemas also say which members of an object, or items of a list, are evaluated.
 const APPLICATORS: [&str; 11] = [
@@ -34,6 +34,7 @@ pub fn rewrite(value: &mut Value, place: Place) {
         Value::Array(items) => items.iter_mut().for_each(|item| rewrite(item, place)),
         Value::Object(members) => {
             if place == Place::Schema {
+                drafts::port(members);
                 without_effect(members);
                 names_of_properties(members);
                 literal_patterns(members);
@@ -45,6 +46,10 @@ pub fn rewrite(value: &mut Value, place: Place) {
                 if let Some(place) = place.of(key) {
                     rewrite(value, place);
                 }
+            }
+            // After the schemas inside: those that it writes are final.
+            if place == Place::Schema {
+                multiples::port(members);
             }
         }
         _ => {}
@@ -154,8 +159,7 @@ fn unevaluated(members: &mut Map<String, Value>) {
         return;
     }
     if let Some(rest) = members.remove("unevaluatedItems") {
-        let is_list = members.get("items").is_some_and(Value::is_array);
-        members.entry(if is_list { "additionalItems" } else { "items" }).or_insert(rest);
+        members.entry("items").or_insert(rest);
     }
 }
 

@@ -273,6 +273,37 @@ mod tests {
     }
 
     #[test]
+    fn values_between_tags_have_the_kind_that_their_keywords_speak_of() {
+        let schema = json!({ "required": ["o", "l", "s"], "properties": {
+            "o": { "properties": { "k": { "type": "null" } }, "additionalProperties": false },
+            "l": { "items": { "maximum": 1, "type": "integer", "minimum": 0 }, "maxItems": 2 }, "s": { "pattern": "^\\d[\\S(].$" },
+        } });
+        let text = schema.to_string();
+        let functions = std::sync::Arc::new(vec![Function::new("look".to_string(), schema.as_object())]);
+        let grammar = compiled(
+            lark(CallForm::Xml, &[Allowed { at: 0, name: "look", schema: Some(&text) }], false, false).unwrap(),
+        );
+        let mut random = Random::new(7);
+        for _ in 0..40 {
+            let text = drawn(&grammar, &mut random);
+            let calls = SoughtCalls { form: CallForm::Xml, functions: functions.clone(), named: false, single: false };
+            let mut reader =
+                Reader::new(Sought { reasoning: false, thinks: false, channels: false, calls: Some(calls) });
+            let mut pieces = reader.push(&text);
+            pieces.extend(reader.finish("stop"));
+            let [Piece::Call(Call { arguments, .. })] = &*pieces else { panic!("{text}: {pieces:?}") };
+            let value: Value = serde_json::from_str(arguments).unwrap();
+            assert!([json!({}), json!({ "k": null })].contains(&value["o"]), "{text}");
+            assert!(
+                value["l"].as_array().is_some_and(|list| list.iter().all(|item| *item == 0 || *item == 1)),
+                "{text}"
+            );
+            let found: Vec<char> = value["s"].as_str().unwrap().chars().collect();
+            assert!(found.len() == 3 && found[0].is_ascii_digit() && !"\n\r".contains(found[2]), "{text:?}");
+        }
+    }
+
+    #[test]
     fn what_a_text_without_quotes_cannot_keep_to_is_refused_by_name() {
         for (schema, named) in [
             (json!({ "properties": { "a": { "type": "string", "format": "email" } } }), "`properties.a.format`: "),

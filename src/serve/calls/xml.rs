@@ -428,23 +428,24 @@ fn searched(pattern: &str) -> Option<String> {
     let escapes = rest.strip_suffix('$').map(|rest| rest.len() - rest.trim_end_matches('\\').len());
     let ends = escapes.is_some_and(|count| count % 2 == 0);
     let inner = if ends { &rest[..rest.len() - 1] } else { rest };
-    let (mut plain, mut depth, mut in_class) = (String::new(), 0_u32, false);
+    // A class may have classes in it.
+    let (mut plain, mut depth, mut classes) = (String::new(), 0_u32, 0_u32);
     let mut characters = inner.chars().peekable();
     while let Some(c) = characters.next() {
         match c {
             '\\' => {
                 let escaped = characters.next()?;
                 // Assertions and references to groups are no part of a regular language.
-                if !in_class && (matches!(escaped, 'b' | 'B' | 'k') || escaped.is_ascii_digit()) {
+                if classes == 0 && (matches!(escaped, 'b' | 'B' | 'k') || escaped.is_ascii_digit()) {
                     return None;
                 }
                 plain.push('\\');
                 plain.push(escaped);
                 continue;
             }
-            '[' if !in_class => in_class = true,
-            ']' => in_class = false,
-            '(' if !in_class => {
+            '[' => classes += 1,
+            ']' => classes = classes.saturating_sub(1),
+            '(' if classes == 0 => {
                 depth += 1;
                 if characters.peek() == Some(&'?') {
                     plain.push_str("(?");
@@ -455,9 +456,9 @@ fn searched(pattern: &str) -> Option<String> {
                     continue;
                 }
             }
-            ')' if !in_class => depth = depth.checked_sub(1)?,
-            '^' | '$' if !in_class => return None,
-            '|' if !in_class && depth == 0 && (begins || ends) => return None,
+            ')' if classes == 0 => depth = depth.checked_sub(1)?,
+            '^' | '$' if classes == 0 => return None,
+            '|' if classes == 0 && depth == 0 && (begins || ends) => return None,
             '/' => plain.push('\\'),
             _ => {}
         }
@@ -470,7 +471,17 @@ fn searched(pattern: &str) -> Option<String> {
 /// A schema that allows texts and values of other kinds, without the texts; `None`: it cannot be written so.
 fn without_texts(schema: &Value, root: &Map<String, Value>) -> Option<Map<String, Value>> {
     let mut members = schema.as_object().cloned().unwrap_or_default();
-    if !values::kinds(schema, root).contains(&Kind::Text) {
+    let kinds = values::kinds(schema, root);
+    if !kinds.contains(&Kind::Text) {
+        // Keywords of objects or lists stand for the type: a value of another one would be read as a text.
+        let kind = match kinds.as_slice() {
+            [Kind::Object] => Some("object"),
+            [Kind::List] => Some("array"),
+            _ => None,
+        };
+        if let Some(kind) = kind.filter(|_| ["properties", "items"].iter().any(|key| members.contains_key(*key))) {
+            members.insert("type".to_string(), Value::from(kind));
+        }
         return Some(members);
     }
     let is_other = |schema: &Value| !values::kinds(schema, root).contains(&Kind::Text);
@@ -516,6 +527,8 @@ mod tests {
             ("(?=a)b", None),
             ("a$b", None),
             ("\\bword", None),
+            ("^[[^ ](]|b", None),
+            ("^[[^ ]$(]b$", Some("([[^ ]$(]b)")),
         ] {
             assert_eq!(searched(pattern).as_deref(), expected, "{pattern}");
         }
