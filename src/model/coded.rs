@@ -202,9 +202,27 @@ pub enum GroupIndex {
 /// Values of a part of a matrix that contradict the config, or lead nowhere. The part is named without its module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PartFault {
-    Order { column: u32, group: i32 },
-    Group { part: &'static str, column: u32, group: i32, groups: u32 },
-    Zero { row: u32, group: u32, found: i32, middle: i32 },
+    Order {
+        column: u32,
+        group: i32,
+    },
+    Group {
+        part: &'static str,
+        column: u32,
+        group: i32,
+        groups: u32,
+    },
+    Zero {
+        row: u32,
+        group: u32,
+        found: i32,
+        middle: i32,
+    },
+    /// Every zero point is the middle of the other convention of GPTQ: stored as it is, or less one.
+    OtherConvention {
+        found: i32,
+        minus_one: bool,
+    },
 }
 
 impl PartFault {
@@ -213,7 +231,7 @@ impl PartFault {
         match self {
             PartFault::Order { .. } => "g_idx",
             PartFault::Group { part, .. } => part,
-            PartFault::Zero { .. } => "qzeros",
+            PartFault::Zero { .. } | PartFault::OtherConvention { .. } => "qzeros",
         }
     }
 }
@@ -235,6 +253,14 @@ impl fmt::Display for PartFault {
                  differ here. Set `sym` to false in its `quantization_config` if the stored zero points count; `checkpoint_format` says \
                  whether they are stored less one"
             ),
+            PartFault::OtherConvention { found, minus_one } => {
+                let (says, other) = if *minus_one { ("gptq", "gptq_v2") } else { ("gptq_v2", "gptq") };
+                write!(
+                    f,
+                    "has the zero point {found} everywhere, as a symmetric checkpoint of `{other}` that is read as `{says}`; set \
+                     `checkpoint_format` to \"{other}\" in its `quantization_config`"
+                )
+            }
         }
     }
 }
@@ -300,12 +326,14 @@ impl Stored {
 
     fn zero_fault(&self, files: &impl Files) -> Option<PartFault> {
         let Recipe { code, rows, symmetric, .. } = &self.recipe;
-        if !symmetric {
-            return None;
-        }
         let middle = code.implied_zero();
         // As unsigned fields.
         let shown = |zero: f32| (zero - middle) as i32 + (1 << (code.bits() - 1));
+        if !symmetric {
+            return self
+                .other_convention(files)
+                .map(|(zero, minus_one)| PartFault::OtherConvention { found: shown(zero), minus_one });
+        }
         (0..*rows).find_map(|row| {
             (0..self.groups()).find_map(|group| {
                 let zero = code.zero(self.zero(files, row, group)?);
@@ -313,6 +341,23 @@ impl Stored {
                 (zero != middle).then_some(fault)
             })
         })
+    }
+
+    /// The one zero point of a matrix of GPTQ, if it is next to the middle on the side on which the other convention has the middle. Measured
+    /// zero points differ from each other.
+    fn other_convention(&self, files: &impl Files) -> Option<(f32, bool)> {
+        /// So many equal zero points do not come from weights.
+        const ZEROS_MIN: usize = 64;
+        let Recipe { code, rows, zeros, .. } = &self.recipe;
+        let (minus_one, side) = match zeros.as_ref()?.1 {
+            ZeroLayout::WordsMinusOne => (true, 1.0),
+            ZeroLayout::Words => (false, -1.0),
+            _ => return None,
+        };
+        let zero = code.implied_zero() + side;
+        let is_there = |(row, group)| self.zero(files, row, group).is_some_and(|found| code.zero(found) == zero);
+        let mut places = (0..*rows).flat_map(|row| (0..self.groups()).map(move |group| (row, group)));
+        (*rows as usize * self.groups() >= ZEROS_MIN && places.all(is_there)).then_some((zero, minus_one))
     }
 
     /// The bytes of the group of each column; `None`: they follow each other.

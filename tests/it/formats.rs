@@ -447,23 +447,69 @@ fn minus_one_means_no_order_in_compressed_tensors() {
     assert!(logits(&fixture(name), &ids).unwrap() != in_order);
 }
 
+/// A checkpoint whose `quantization_config` is changed, and each byte of its zero points.
+fn with_zeros(name: &str, change: impl Fn(&mut Value), zeros: impl Fn(u8) -> u8) -> tempfile::TempDir {
+    let folder = edited(&format!("quantised/{name}"), |tensor, data| {
+        if tensor.ends_with(".qzeros") {
+            data.iter_mut().for_each(|byte| *byte = zeros(*byte));
+        }
+    });
+    let path = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    change(&mut config["quantization_config"]);
+    fs::write(&path, config.to_string()).unwrap();
+    folder
+}
+
 #[test]
 fn zero_points_have_to_be_what_sym_says() {
-    let edit = |name: &str, change: fn(&mut Value)| {
-        let folder = edited(&format!("quantised/{name}"), |_, _| ());
-        let path = folder.path().join("config.json");
-        let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-        change(&mut config["quantization_config"]);
-        fs::write(&path, config.to_string()).unwrap();
-        folder
-    };
-    let symmetric = edit("gptq-v1-asym", |config| config["sym"] = json!(true));
+    let symmetric = with_zeros("gptq-v1-asym", |config| config["sym"] = json!(true), |byte| byte);
     let found = refused_by_pack(symmetric.path());
     assert!(found.contains(".qzeros` has the zero point ") && found.contains("`sym: true`, which means 8"), "{found}");
     // Stored as in v2 under the name of v1, and the reverse: off by one.
-    let other = edit("gptq-8bit", |config| config["checkpoint_format"] = json!("gptq_v2"));
+    let other = with_zeros("gptq-8bit", |config| config["checkpoint_format"] = json!("gptq_v2"), |byte| byte);
     let found = refused_by_pack(other.path());
     assert!(found.contains(".qzeros` has the zero point 127 ") && found.contains("which means 128"), "{found}");
+}
+
+/// Without `sym`, zero points that are all next to the middle belong to the other convention.
+#[test]
+fn zero_points_of_the_other_convention_are_refused_with_the_name_of_theirs() {
+    fn without(config: &mut Value, keys: &[&str]) {
+        keys.iter().for_each(|key| drop(config.as_object_mut().unwrap().shift_remove(*key)));
+    }
+    let none = |config: &mut Value| without(config, &["sym", "checkpoint_format"]);
+    let v2 = |config: &mut Value| {
+        without(config, &["sym"]);
+        config["checkpoint_format"] = json!("gptq_v2");
+    };
+    let next_nibbles = |byte: u8| byte + 0x11;
+    for (folder, zero, other, read_as) in [
+        (with_zeros("gptq-actorder-g64", none, next_nibbles), 9, "gptq_v2", "gptq"),
+        (with_zeros("gptq-actorder-g64", v2, |byte| byte), 7, "gptq", "gptq_v2"),
+        (with_zeros("gptq-8bit", none, |byte| byte + 1), 129, "gptq_v2", "gptq"),
+        (with_zeros("gptq-8bit", v2, |byte| byte), 127, "gptq", "gptq_v2"),
+    ] {
+        let found = refused_by_pack(folder.path());
+        let said = format!(
+            ".qzeros` has the zero point {zero} everywhere, as a symmetric checkpoint of `{other}` that is read as `{read_as}`; set \
+             `checkpoint_format` to \"{other}\" in its `quantization_config`"
+        );
+        assert!(found.contains(&said), "{found}");
+    }
+    // The same numbers under the other name.
+    for name in ["gptq-actorder-g64", "gptq-8bit"] {
+        let goldens = Goldens::open(&format!("quantised/{name}"));
+        let (ids, want) = (goldens.ids("input_ids"), goldens.floats("logits"));
+        let next = if name == "gptq-8bit" { |byte: u8| byte + 1 } else { next_nibbles };
+        for folder in [with_zeros(name, none, |byte| byte), with_zeros(name, v2, next)] {
+            assert!(max_difference(&logits(folder.path(), &ids).unwrap(), &want) < LOGITS_TOLERANCE, "{name}");
+        }
+    }
+    for bits in [2, 3] {
+        let found = refused_of("gptq-v1-asym", "bits", json!(bits));
+        assert!(found.contains("`quantization_config.bits`: expected 4 or 8"), "{found}");
+    }
 }
 
 #[test]
