@@ -73,6 +73,7 @@ const fn rule(names: &'static [&'static str], words: Words) -> Rule {
 }
 
 /// Types of tokens (`tokenizer.ggml.token_type`).
+const NORMAL: i64 = 1;
 const UNKNOWN: i64 = 2;
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
@@ -195,6 +196,11 @@ pub fn convert(header: &Header) -> Result<Converted, String> {
         keys.text("tokenizer.ggml.model")?.ok_or("it has no tokenizer: key `tokenizer.ggml.model` is missing")?;
     let texts = keys.texts("tokenizer.ggml.tokens")?;
     let kinds = keys.integers("tokenizer.ggml.token_type", texts.len())?;
+    if let Some((id, kind)) = kinds.iter().enumerate().find(|(_, kind)| !(NORMAL..=BYTE).contains(kind)) {
+        return Err(format!(
+            "key `tokenizer.ggml.token_type`: expected {NORMAL} to {BYTE}, found {kind} for token {id}"
+        ));
+    }
     if let Some(long) = texts.iter().find(|text| text.len() > TOKEN_BYTES_MAX) {
         return Err(format!("expected tokens of at most {TOKEN_BYTES_MAX} bytes, found one of {}", long.len()));
     }

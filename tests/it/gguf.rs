@@ -701,6 +701,7 @@ fn a_vocabulary_of_the_metadata_is_a_tokenizer() {
         ("tokenizer.ggml.pre", text("new"), "key `tokenizer.ggml.pre`: expected a known rule (llama-bpe"),
         ("tokenizer.ggml.model", text("bert"), "its tokenizer is `bert`, which is not supported"),
         ("tokenizer.ggml.token_type", Meta::I32s(vec![1]), "expected 320 integers, one for each token, found 1"),
+        ("tokenizer.ggml.token_type", Meta::I32s(vec![99; 320]), "expected 1 to 6, found 99 for token 0"),
         ("tokenizer.ggml.merges", Meta::Texts(vec!["ab".to_string()]), "merge `ab`: expected two tokens"),
         ("tokenizer.ggml.merges", Meta::Texts(vec!["a zz".to_string()]), "out of vocabulary"),
         ("tokenizer.ggml.add_sep_token", Meta::Truth(true), "expected false, found true"),
