@@ -871,6 +871,8 @@ fn byte_level() -> BTreeMap<char, u8> {
 /// held back while it may end in an incomplete one. A decoder may treat the first token specially (it drops the space before
 /// a word), so ids are decoded together with earlier ones.
 ///
+/// Where special tokens are hidden, so is the token that ends texts, though its tokenizer may not call it special.
+///
 /// One exception: tokenizers with byte fallback (`<0xE6>`) decode a run of bytes either as a whole or not at all. Characters of such a
 /// run that were printed stay, where `decode` would replace the whole run because a later byte is invalid.
 pub struct Stream<'a> {
@@ -895,7 +897,7 @@ impl Stream<'_> {
         let Tokenizer { special, marks, .. } = self.tokenizer;
         let is_hidden = match self.specials {
             Specials::Shown => false,
-            Specials::Hidden => special.contains(&id),
+            Specials::Hidden => special.contains(&id) || self.tokenizer.end(u32::MAX) == Some(id),
             Specials::Marks => special.contains(&id) && !marks.contains(&id),
         };
         // As context, such an id would be taken for a first token that prints.
@@ -1559,6 +1561,19 @@ mod tests {
         let ids = tokenizer.encode("Once a", false).expect("it encodes");
         assert_eq!(tokenizer.decode(&ids, true).expect("it decodes"), " a");
         assert_eq!(STORIES.decode(&ids, true).expect("it decodes"), "Once a");
+    }
+
+    #[test]
+    fn the_token_that_ends_texts_is_no_part_of_them() {
+        let mut file: Json = serde_json::from_str(&fixture_json()).expect("JSON");
+        file["added_tokens"].as_array_mut().unwrap().iter_mut().for_each(|token| token["special"] = json!(false));
+        let config = json!({ "eos_token": "<|end_of_text|>" }).to_string();
+        let dir = folder(&[("tokenizer.json", &file.to_string()), ("tokenizer_config.json", &config)]);
+        let tokenizer = Tokenizer::load(dir.path()).expect("it loads");
+        let ids = tokenizer.encode("Once<|end_of_text|>", false).expect("it encodes");
+        assert_eq!(ids.last(), Some(&1));
+        assert_eq!(streamed(&tokenizer, &ids, true), "Once");
+        assert_eq!(streamed(&tokenizer, &ids, false), "Once<|end_of_text|>");
     }
 
     #[test]
