@@ -188,6 +188,8 @@ pub enum Thinking {
     Possible,
     /// The prompt has begun it.
     Open,
+    /// The prompt has ended it: the model is not to think.
+    Over,
     /// Texts have channels, of which one is for thoughts: gpt-oss.
     Channels(Channels),
 }
@@ -522,6 +524,7 @@ impl Tokenizer {
             (Some(channels), _) => Thinking::Channels(channels),
             (None, false) => Thinking::None,
             (None, true) if text.trim_end().ends_with(tags[0]) => Thinking::Open,
+            (None, true) if text.trim_end().ends_with(tags[1]) => Thinking::Over,
             (None, true) => Thinking::Possible,
         };
         Ok(Prompt { ids: self.encode(&text, false)?, thinking })
@@ -1473,8 +1476,7 @@ mod tests {
             let prompt = tokenizer.encode_chat(&chat).map_err(|error| error.to_string())?;
             Ok::<_, String>((tokenizer.decode(&prompt.ids, false).unwrap(), prompt.thinking))
         };
-        let (off, on) =
-            (("a<think></think>".to_string(), Thinking::Possible), ("a<think>".to_string(), Thinking::Open));
+        let (off, on) = (("a<think></think>".to_string(), Thinking::Over), ("a<think>".to_string(), Thinking::Open));
         assert_eq!(prompt(SWITCH, json!({})), Ok(on.clone()));
         assert_eq!(prompt(SWITCH, json!({ "enable_thinking": false })), Ok(off.clone()));
         assert_eq!(prompt(SWITCH, json!({ "reasoning_effort": "none" })), Ok(off));

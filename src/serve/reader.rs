@@ -1,8 +1,9 @@
-//! Owns the reading of a text: what the model thinks in it, the calls of tools, and the rest.
+//! Owns the reading of a text: what the model thinks in it, the calls of tools, and the rest; and the grammar of JSON after thoughts.
 
 use std::sync::Arc;
 
 use super::calls::{self, Call, Ended, Function, Step, harmony};
+use crate::grammar::{self, GrammarError};
 use crate::tokenizer::CallForm;
 
 const THINK_BEGIN: &str = "<think>";
@@ -39,6 +40,19 @@ pub struct SoughtCalls {
     pub named: bool,
     /// A text has one call at most, and ends with it.
     pub single: bool,
+}
+
+/// The grammar of a text whose answer is JSON of a schema, after what the model thinks. It may leave that out, unless its prompt has `begun` it.
+///
+/// # Errors
+/// A text that is no schema.
+pub fn answer(begun: bool, schema: &str) -> Result<String, GrammarError> {
+    let schema = grammar::schema(schema)?;
+    let thoughts = if begun { "thoughts".to_string() } else { format!("(\"{THINK_BEGIN}\" thoughts)?") };
+    Ok(format!(
+        "start: {thoughts} answer\nthoughts[lazy]: TEXT \"{THINK_END}\"\nTEXT: /(.|\\n)*/\n\
+         answer: (\"\\n\\n\" | \"\\n\")? json\njson: %json {schema}\n"
+    ))
 }
 
 /// Where a text is read.

@@ -25,7 +25,7 @@ use super::error::ApiError;
 use super::fields::{Few, Fields, Sent, beyond_64_bits, few, unsupported};
 use super::log::Spent;
 use super::params::{Params, Prompt, Prompts, fresh_seed, take_model, top_logprobs, within_grammar};
-use super::reader::{Reader, Sought};
+use super::reader::{self, Reader, Sought};
 use super::reply::{Echo, Head, Held, Kind, Reply};
 use super::scores::widths;
 use super::tools::Tools;
@@ -34,7 +34,7 @@ use crate::error::Fault;
 use crate::grammar::{Grammar, Source, Vocabulary};
 use crate::pipeline::{TextPart, Tokens};
 use crate::sample::{RequestSettings, SampleSettings};
-use crate::tokenizer::{CallForm, Channels, Chat, EFFORT_SETTING, Message, Specials, Thinking};
+use crate::tokenizer::{CallForm, Chat, EFFORT_SETTING, Message, Specials, Thinking};
 
 /// Most bytes of a body: more than the ids of the largest context take.
 const BODY_BYTES_MAX: usize = 16 << 20;
@@ -808,14 +808,19 @@ impl Wanted {
         Wanted { source, field: RESPONSE_FORMAT, schemas: vec![] }
     }
 
-    /// Lets the answer be on its channel, after thoughts.
-    fn on_channels(&mut self, channels: Channels) -> Result<(), ApiError> {
-        if let Source::Json(schema) = &self.source {
-            let lark = harmony::answer(channels, schema).map_err(|error| ApiError::field(self.field, error))?;
-            let schema = std::mem::replace(&mut self.source, Source::Lark(lark));
-            self.schemas = vec![(self.field.to_string(), schema)];
-        }
-        Ok(())
+    /// Lets the answer come after thoughts, if the model may think. Returns whether it may.
+    fn after_thoughts(&mut self, thinking: Thinking) -> Result<bool, ApiError> {
+        let Source::Json(schema) = &self.source else { return Ok(false) };
+        let lark = match thinking {
+            Thinking::Channels(channels) => harmony::answer(channels, schema),
+            Thinking::Open => reader::answer(true, schema),
+            Thinking::Possible => reader::answer(false, schema),
+            Thinking::None | Thinking::Over => return Ok(false),
+        };
+        let lark = lark.map_err(|error| ApiError::field(self.field, error))?;
+        let schema = std::mem::replace(&mut self.source, Source::Lark(lark));
+        self.schemas = vec![(self.field.to_string(), schema)];
+        Ok(true)
     }
 }
 
@@ -925,12 +930,11 @@ async fn chat(server: Arc<Server>, body: Bytes) -> Answered {
         }
     }
     let prompt = conversation.encode(&server, reply).await?;
-    // A text that has to be a call, or JSON, begins with that and not with thoughts, but for an answer on a channel.
-    let mut free = wanted.is_none() || tools.as_ref().is_some_and(|(tools, _)| !tools.must_call());
-    if let (Thinking::Channels(channels), Some(wanted), None) = (prompt.thinking, &mut wanted, &tools) {
-        wanted.on_channels(channels)?;
-        free = true;
-    }
+    // A text that has to be a call begins with that and not with thoughts.
+    let free = match (&mut wanted, &tools) {
+        (Some(wanted), None) => wanted.after_thoughts(prompt.thinking)?,
+        (_, tools) => tools.as_ref().is_none_or(|(tools, _)| !tools.must_call()),
+    };
     let sought = Sought {
         reasoning: free && prompt.thinking != Thinking::None,
         thinks: free && prompt.thinking == Thinking::Open,

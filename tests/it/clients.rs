@@ -113,9 +113,23 @@ fn thoughts_are_split_off_where_the_template_has_tags() {
         400,
         "chat_template_kwargs",
     );
-    // JSON is no thought.
-    let json = json!({ "response_format": { "type": "json_schema", "json_schema": { "schema": { "const": 5 } } } });
-    assert_eq!(choice(&server, json)["message"]["content"], "5");
+    // JSON comes after the thoughts, which are free; where the prompt has ended them, it comes at once.
+    let mut json = json!({ "response_format": { "type": "json_schema", "json_schema": { "schema": { "const": 5 } } } });
+    let thought = choice(&server, json.clone());
+    assert_eq!((json_of(&thought["message"]), &thought["finish_reason"]), (json!(5), &json!("stop")));
+    assert_eq!(thought["message"]["reasoning_content"], message["reasoning_content"]);
+    json["max_tokens"] = json!(2);
+    let cut = choice(&server, json.clone());
+    assert_eq!((&cut["message"]["reasoning_content"], &cut["finish_reason"]), (&json!("\nIt is"), &json!("length")));
+    assert_eq!(cut["message"]["content"], Value::Null);
+    json["chat_template_kwargs"] = json!({ "enable_thinking": false });
+    let at_once = choice(&server, json)["message"].clone();
+    assert_eq!((&at_once["content"], at_once.get("reasoning_content")), (&json!("5"), None));
+}
+
+/// The JSON that a message is.
+fn json_of(message: &Value) -> Value {
+    serde_json::from_str(message["content"].as_str().unwrap()).unwrap()
 }
 
 #[test]
@@ -124,6 +138,10 @@ fn a_prompt_that_begins_to_think_is_seen() {
     let server = answers(&["a", "</think>", "b"], &open);
     let message = choice(&server, json!({}))["message"].clone();
     assert_eq!((&message["reasoning_content"], &message["content"]), (&json!("a"), &json!("b")));
+    // JSON begins after the block, which the prompt has begun.
+    let json = json!({ "response_format": { "type": "json_schema", "json_schema": { "schema": { "const": 7 } } } });
+    let message = choice(&server, json)["message"].clone();
+    assert_eq!((&message["reasoning_content"], json_of(&message)), (&json!("a"), json!(7)));
 }
 
 #[test]
