@@ -500,6 +500,7 @@ fn rope_rules(s: &Shape) -> RopeRules {
         always_truncates: false,
         without_effect: &[],
         absent: None,
+        without_scaling: false,
     }
 }
 

@@ -35,6 +35,8 @@ pub struct RopeRules {
     pub without_effect: &'static [&'static str],
     /// The parameters where the config has none.
     pub absent: Option<&'static Map<String, Value>>,
+    /// A class that reads `rope_scaling` nowhere, and `rope_theta` only for parameters without a base (Cohere 2 MoE).
+    pub without_scaling: bool,
 }
 
 /// Whether a family rotates a part of the head.
@@ -59,7 +61,10 @@ pub const LAYER_TYPES: [&str; 2] = ["full_attention", "sliding_attention"];
 
 /// One table for all layers: `rope_theta` + `rope_scaling` (v4) or `rope_parameters` (v5).
 pub fn flat(reader: &mut Reader, rules: &RopeRules) -> Option<ResolvedRope> {
-    let object = parameters(reader)?;
+    let object = match rules.without_scaling {
+        true => object(reader, "rope_parameters")?.map(|map| ("rope_parameters", map)),
+        false => parameters(reader)?,
+    };
     if let Some(nested) = object.iter().flat_map(|(_, map)| LAYER_TYPES.iter().find(|t| map.contains_key(**t))).next() {
         return reader.refuse(Reason::BadValue {
             key: "rope_parameters".to_string(),
@@ -71,7 +76,12 @@ pub fn flat(reader: &mut Reader, rules: &RopeRules) -> Option<ResolvedRope> {
         Some((name, map)) => (name, Some(map)),
         None => ("rope_parameters", rules.absent),
     };
-    resolve(reader, rules, name, map, rules.theta_key)
+    let mut theta_key = rules.theta_key;
+    if rules.without_scaling && map.is_some_and(|map| map.get("rope_theta").is_some_and(|base| !base.is_null())) {
+        // Asked for all the same: a modelled key that nothing asks for is refused.
+        theta_key.take().map(|key| reader.value(key));
+    }
+    resolve(reader, rules, name, map, theta_key)
 }
 
 /// Gemma 3 and OLMo 3: a table for full and one for sliding layers, in this order. In the v4 layout `rope_theta` and

@@ -8,7 +8,7 @@ use serde_json::json;
 use super::schema::{Entry, Rule};
 use super::*;
 use crate::dtype::{DType, Precision};
-use crate::model::graph::Layer;
+use crate::model::graph::{Layer, Mixer, QueryScale};
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -459,6 +459,12 @@ fn numbers_that_make_no_mixture_are_refused() {
         ("experts/ernie45-moe", "moe_norm_min", json!(0.01), "key `moe_norm_min`: expected at most 1e-9"),
         ("experts/cohere2-moe", "expert_selection_fn", json!("relu"), "`expert_selection_fn`: expected one of"),
         (
+            "experts/cohere2-moe-sum",
+            "rope_scaling",
+            json!({ "rope_type": "linear", "factor": 2.0 }),
+            "key `rope_scaling`: expected the value of `rope_parameters`",
+        ),
+        (
             "experts/qwen3-moe-step2",
             "decoder_sparse_step",
             json!(1),
@@ -469,6 +475,46 @@ fn numbers_that_make_no_mixture_are_refused() {
     large.extend([("num_experts".to_string(), json!(4096)), ("num_hidden_layers".to_string(), json!(4096))]);
     let found = reasons(synthetic(&large).unwrap_err());
     assert_eq!(found, ["key `num_experts`: expected at most 262144 in all layers together, found 16777216"]);
+}
+
+/// The class writes the base of version 4 beside the rotary parameters, at its default if a config had none, and reads it without them.
+#[test]
+fn rotary_parameters_of_cohere2_moe_come_before_the_base_beside_them() {
+    let graph = |change: fn(&mut Map<String, Value>)| {
+        let mut config = config_of(&fixture("experts/cohere2-moe"));
+        change(&mut config);
+        graph_text(&synthetic(&config).unwrap())
+    };
+    let published = graph(|_| {});
+    let other_base = |config: &mut Map<String, Value>| {
+        config.insert("rope_theta".to_string(), json!(10_000.0));
+    };
+    assert_eq!(graph(other_base), published);
+    let alone = |config: &mut Map<String, Value>| {
+        config.remove("rope_parameters");
+    };
+    assert_eq!(graph(alone), published);
+    let other_base_alone = |config: &mut Map<String, Value>| {
+        config.remove("rope_parameters");
+        config.insert("rope_theta".to_string(), json!(10_000.0));
+    };
+    assert_ne!(graph(other_base_alone), published);
+}
+
+/// Queries of Ministral 3 grow by the trained length whatever the kind of rotary scaling is.
+#[test]
+fn ministral3_has_a_trained_length_under_every_kind() {
+    for parameters in [json!({ "rope_type": "default" }), json!({ "rope_type": "linear", "factor": 4.0 })] {
+        let mut config = config_of(&fixture("dense/ministral3"));
+        let mut parameters = parameters.as_object().unwrap().clone();
+        let more = json!({ "rope_theta": 1e6, "original_max_position_embeddings": 12, "llama_4_scaling_beta": 0.3 });
+        parameters.extend(more.as_object().unwrap().clone());
+        config.remove("rope_scaling");
+        config.insert("rope_parameters".to_string(), Value::Object(parameters));
+        let graph = synthetic(&config).unwrap();
+        let Mixer::Attention(attention) = &graph.layers[0].mixer else { panic!("{:?}", graph.layers[0].mixer) };
+        assert_eq!(attention.query_scale, Some(QueryScale { beta: 0.3, original: 12 }));
+    }
 }
 
 /// What predicts further tokens is no part of the model, and is named; a layer more than the config says is refused.

@@ -204,7 +204,8 @@ pub fn ministral3(r: &mut Reader) -> Option<Plan> {
         head_dim: HeadDim::Default(128),
     };
     let s = shape(r, defaults)?;
-    let without_effect = &["llama_4_scaling_beta", "max_position_embeddings"];
+    // Of any kind: queries grow by the trained length.
+    let without_effect = &["llama_4_scaling_beta", "max_position_embeddings", "original_max_position_embeddings"];
     let rope = rope::flat(r, &RopeRules { without_effect, absent: Some(&MINISTRAL3_ROPE), ..rope_rules(&s) })?;
     let query_scale = Some(query_scale(r, s.positions_max)?);
     let layers = uniform(s.layers, Some(RopeId(0)), window);

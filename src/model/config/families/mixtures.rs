@@ -181,7 +181,7 @@ pub const COHERE2_MOE: Family = Family {
         HEAD_DIM,
         GATED_MLP,
         LAYER_NORM,
-        ROPE,
+        COHERE2_MOE_ROPE,
         TRAINED,
     ],
     plan: cohere2_moe,
@@ -357,6 +357,16 @@ const COHERE2_MOE_KEYS: &[Entry] = &[
     modelled("sliding_window", "window of sliding layers; 4096 where absent"),
     modelled("sliding_window_pattern", "every n-th layer is full, where `layer_types` is absent; 4 where absent"),
     modelled("rms_norm_eps", "epsilon of every norm, which is an RMS norm where it is given"),
+];
+/// The class has the keys of version 4 as fields of its own, and writes them beside `rope_parameters`, which count.
+const COHERE2_MOE_ROPE: &[Entry] = &[
+    modelled("rope_theta", "base of the rotary frequencies, where `rope_parameters` has none"),
+    neutral("rope_scaling", When::SameAs("rope_parameters"), "the model code reads `rope_parameters`"),
+    modelled(
+        "rope_parameters",
+        "base and kind together: default, linear, llama3, yarn; dynamic and longrope up to the trained length",
+    ),
+    modelled("partial_rotary_factor", "share of the head that is rotated; 1 where the family rotates whole heads"),
 ];
 
 const AFMOE_KEYS: &[Entry] = &[
@@ -994,7 +1004,7 @@ fn cohere2_moe(r: &mut Reader) -> Option<Plan> {
         shared: experts.shared.map(|shared| SharedPlan { scale, ..shared }),
         ..experts
     };
-    let rope = rope::flat(r, &RopeRules { interleaved: true, ..rope_rules(&s) })?;
+    let rope = rope::flat(r, &RopeRules { interleaved: true, without_scaling: true, ..rope_rules(&s) })?;
     let plan = plan(&s, &SHARED_NORM_NAMES, scalars, rope);
     let norm = match rms_eps {
         Answer::Is(eps) => NormPlan { eps: eps as f32, ..plan.norm },
