@@ -41,6 +41,14 @@ pub fn python_packages() -> PathBuf {
     named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("target/clients"))
 }
 
+/// Copies the program to `to`, with `more` at its end. Another process writes the file: a child that another test starts meanwhile would hold it
+/// open, and a file that is open for writing cannot be run.
+pub fn copy_program(to: &Path, more: &str) {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", r#"cp "$0" "$1" && printf %s "$2" >> "$1""#, env!("CARGO_BIN_EXE_monobloc")]).arg(to).arg(more);
+    assert!(shell.status().unwrap().success());
+}
+
 /// Skips a test that needs Python packages, or fails if this machine must have them.
 pub fn without_packages(test: &str, missing: &str) {
     let required = std::env::var_os("MONOBLOC_REQUIRE_PYTHON").is_some_and(|value| value == "1");

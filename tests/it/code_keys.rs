@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use tempfile::TempDir;
 
-use crate::cli_support::{Answer, Place};
+use crate::cli_support::{Answer, Place, copy_program};
 use computed::sources::{STAGES, digests};
 
 /// A copy of the package's code, to edit.
@@ -148,10 +148,7 @@ fn keys_name_the_digest_of_their_code_and_binaries_that_differ_elsewhere_share_a
     }
     // Another executable whose stages are the same.
     let other = place.path("other");
-    let mut bytes = fs::read(env!("CARGO_BIN_EXE_monobloc")).unwrap();
-    bytes.push(0);
-    fs::write(&other, bytes).unwrap();
-    fs::set_permissions(&other, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    copy_program(&other, "more");
     let mut command = std::process::Command::new(&other);
     command.args(["build", "m.toml"]).current_dir(place.path(".")).env("MONOBLOC_CACHE_DIR", "cache");
     let built = Answer::of(&mut assert_cmd::Command::from_std(command)).code(0);

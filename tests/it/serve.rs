@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::{Value, json};
 
-use crate::cli_support::{Place, manifest_text, python_packages, without_packages};
+use crate::cli_support::{Place, copy_program, manifest_text, python_packages, without_packages};
 use crate::http_client::{Reply, connect, get, post, receive, request, send};
 use crate::support::fixture;
 
@@ -914,7 +914,7 @@ fn children(server: &Server) -> Vec<String> {
 fn a_server_outlives_the_file_of_its_program() {
     let place = Place::new();
     let program = place.path("program");
-    std::fs::copy(env!("CARGO_BIN_EXE_monobloc"), &program).unwrap();
+    copy_program(&program, "");
     let server = Server::start_of(place, &fixture("tinystories-llama"), 256, "", |command| {
         let mut same = Command::new(&program);
         same.args(command.get_args()).current_dir(command.get_current_dir().unwrap()).stdin(Stdio::null());
