@@ -189,8 +189,8 @@ pub enum Infeasible {
     Experts { layer: usize, what: String },
     #[error("a norm of whole projections follows the rotation; kernels have norms of heads there")]
     NormAfterRope,
-    #[error("layer {layer} is {what}, whose ops are not built alone")]
-    Mixer { layer: usize, what: &'static str },
+    #[error("layer {layer} has {what}; only ops of attention and of a plain MLP are built alone")]
+    Alone { layer: usize, what: &'static str },
     #[error("layer {layer} has a recurrent state, and {what}")]
     State { layer: usize, what: &'static str },
     #[error("layer {layer} has {what}")]

@@ -82,10 +82,7 @@ pub fn lower_alone(
                 let (sum, down) = (sum(&mut b, "x"), Branch::of(input, &dense(l, layer)?.down));
                 b.project_and_add(&format!("down.{l}"), site, down, layer.mlp_post_norm.as_ref(), sum);
             }
-            LayerOp::Router => {
-                let what = "a router, which is not built alone".to_string();
-                return Err(Infeasible::Experts { layer: l, what });
-            }
+            LayerOp::Router => return Err(Infeasible::Alone { layer: l, what: "a router" }),
             LayerOp::Head => {}
         }
     }
@@ -94,18 +91,18 @@ pub fn lower_alone(
 
 /// The attention of layer `l`. Ops of other mixers are not built alone.
 fn attention(l: usize, layer: &Layer) -> Result<&Attention, Infeasible> {
-    layer.attention().ok_or_else(|| Infeasible::Mixer { layer: l, what: layer.mixer.name() })
+    layer.attention().ok_or_else(|| Infeasible::Alone { layer: l, what: layer.mixer.name() })
 }
 
 /// The MLP of layer `l`. What experts compute depends on a choice that no input of an op alone makes.
 fn dense(l: usize, layer: &Layer) -> Result<&Mlp, Infeasible> {
     let what = match &layer.feed {
         FeedForward::Dense(mlp) => return Ok(mlp),
-        FeedForward::Experts(_) => "experts, whose ops are not built alone",
-        FeedForward::Scaled(_) => "an MLP with factors, whose ops are not built alone",
-        FeedForward::None => "nothing after its mixer to build alone",
+        FeedForward::Experts(_) => "experts",
+        FeedForward::Scaled(_) => "an MLP with factors",
+        FeedForward::None => "no MLP",
     };
-    Err(Infeasible::Feed { layer: l, what })
+    Err(Infeasible::Alone { layer: l, what })
 }
 
 /// The buffers that hold what an op makes, in the order of layers. None for the head, which makes the logits.

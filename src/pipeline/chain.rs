@@ -133,10 +133,10 @@ pub(super) fn remedy_of(reason: &Infeasible, context: &BuildContext<'_>) -> &'st
         Infeasible::DeviceMemory { .. } => {
             "round the weights, with `weights = \"int8\"` or `\"int4:128\"` in `[precision]`, or take a target with more memory"
         }
-        Infeasible::Experts { .. } => "take a model with other experts, or leave out `--op`",
-        Infeasible::Mixer { .. } => "take a model whose layers all have attention, or leave out `--op`",
-        Infeasible::State { .. } => "take a model whose layers all have attention",
-        Infeasible::Feed { .. } => "take a model whose layers all have a plain MLP, or leave out `--op`",
+        Infeasible::Alone { .. } => "leave out `--op`, or take an op that all layers have",
+        Infeasible::Experts { .. } | Infeasible::State { .. } | Infeasible::Feed { .. } => {
+            "take another model: no target computes this one"
+        }
         Infeasible::Devices { .. } => {
             "leave out the target's `devices`, or take a dense model whose layers have attention"
         }
