@@ -76,9 +76,9 @@ const HOST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Deadline of the kernel that is not aborted, and the length of the first wait for it.
 const SHORT_DEADLINE: Duration = Duration::from_millis(100);
 const SHORT_TIMEOUT: Duration = Duration::from_millis(10);
-/// Uploaded through halves of 8 MiB: a half, the other half, one of them again, and a part.
+/// Uploaded in pieces: more than all lanes hold at once, so that halves are used again, and a part of one.
 const UPLOAD_BYTES: usize = (24 << 20) + 12_345;
-const PIECE_BYTES: usize = 1 << 20;
+const PIECE_BYTES: usize = 256 << 10;
 const BLOCK: u32 = 128;
 
 /// Compiles trivial kernels for `device` and tries every promise; takes about a second.

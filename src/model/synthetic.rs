@@ -67,8 +67,8 @@ static NORMAL: LazyLock<[f32; 1 << TABLE_BITS]> = LazyLock::new(|| {
 fn values(mean: f32, std: f32) -> &'static Values {
     static ALL: Mutex<BTreeMap<(u32, u32), &'static Values>> = Mutex::new(BTreeMap::new());
     let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
-    let made = || Box::leak(Box::new(NORMAL.map(|normal| round_bf16(mean + std * normal))));
-    all.entry((mean.to_bits(), std.to_bits())).or_insert_with(|| made())
+    let made = || -> &'static Values { Box::leak(Box::new(NORMAL.map(|normal| round_bf16(mean + std * normal)))) };
+    all.entry((mean.to_bits(), std.to_bits())).or_insert_with(made)
 }
 
 impl SyntheticTensor {

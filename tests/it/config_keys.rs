@@ -166,7 +166,7 @@ fn ineffective(class: &str, key: &str, value: &Value, config: &Map<String, Value
         "first_k_dense_replace" => given("mlp_layer_types"),
         "prefix_dense_sliding_window_pattern" => given("layer_types"),
         "layer_norm_eps" => class == "Cohere2MoeForCausalLM" && given("rms_norm_eps"),
-        // The class writes its own default beside the parameters.
+        // transformers saves a default beside `rope_parameters`, which have the base.
         "rope_theta" if class == "Cohere2MoeForCausalLM" => given("rope_parameters"),
         "rotary_dim" => config["rope_parameters"].get("partial_rotary_factor").is_some(),
         "sliding_window" if class == "Dots1ForCausalLM" => !given("layer_types"),

@@ -78,8 +78,10 @@ pub fn flat(reader: &mut Reader, rules: &RopeRules) -> Option<ResolvedRope> {
     };
     let mut theta_key = rules.theta_key;
     if rules.without_scaling && map.is_some_and(|map| map.get("rope_theta").is_some_and(|base| !base.is_null())) {
-        // Asked for all the same: a modelled key that nothing asks for is refused.
-        theta_key.take().map(|key| reader.value(key));
+        // Reading it marks it as known: a modelled key that nothing reads is refused.
+        if let Some(key) = theta_key.take() {
+            reader.value(key);
+        }
     }
     resolve(reader, rules, name, map, theta_key)
 }

@@ -477,7 +477,8 @@ fn numbers_that_make_no_mixture_are_refused() {
     assert_eq!(found, ["key `num_experts`: expected at most 262144 in all layers together, found 16777216"]);
 }
 
-/// The class writes the base of version 4 beside the rotary parameters, at its default if a config had none, and reads it without them.
+/// transformers saves `rope_theta` beside `rope_parameters`. If a config had none, that is the default of 10000. It counts only where
+/// `rope_parameters` has no base.
 #[test]
 fn rotary_parameters_of_cohere2_moe_come_before_the_base_beside_them() {
     let graph = |change: fn(&mut Map<String, Value>)| {

@@ -358,7 +358,7 @@ const COHERE2_MOE_KEYS: &[Entry] = &[
     modelled("sliding_window_pattern", "every n-th layer is full, where `layer_types` is absent; 4 where absent"),
     modelled("rms_norm_eps", "epsilon of every norm, which is an RMS norm where it is given"),
 ];
-/// The class has the keys of version 4 as fields of its own, and writes them beside `rope_parameters`, which count.
+/// transformers saves `rope_theta` and `rope_scaling` beside `rope_parameters`. The parameters count.
 const COHERE2_MOE_ROPE: &[Entry] = &[
     modelled("rope_theta", "base of the rotary frequencies, where `rope_parameters` has none"),
     neutral("rope_scaling", When::SameAs("rope_parameters"), "the model code reads `rope_parameters`"),
