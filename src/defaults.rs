@@ -14,7 +14,8 @@ use crate::ir::layout::{
 use crate::ir::op::{Attention, HISTORY_ALIGN, PARTIAL_HEADER, UNIT_ROWS};
 use crate::ir::schedule::{Mechanism, Schedule};
 use crate::ir::variant::{
-    AttentionVariant, LANES, POLL_BATCH, REDUCE_BATCH, prefetch_v_rule, warp_pairs, warps_per_head_rule,
+    AttentionVariant, LANES, POLL_BATCH, REDUCE_BATCH, longer_sums_bytes, prefetch_v_rule, units_held, warp_pairs,
+    warps_per_head_rule,
 };
 use crate::lower::{
     HEADS_PER_TASK_MAX, attention_of, finest_unit_rows, format_of, heads_per_task_most, lower, refuses_everywhere,
@@ -48,7 +49,8 @@ impl Candidate {
         let fitting = |warps: u32| {
             // The smallest ring says how much a block needs beside it.
             let slot_bytes = least_slot_bytes(graph, precision, warps);
-            let smallest = Candidate { hold_up: 0, poll_pairs: POLL_BATCH, slot_bytes, ..sized(warps, 0) }.with_ring(2);
+            let (hold_up, poll_pairs, sum_units) = (0, POLL_BATCH, REDUCE_BATCH);
+            let smallest = Candidate { hold_up, poll_pairs, sum_units, slot_bytes, ..sized(warps, 0) }.with_ring(2);
             let fixed = placed_smem_bytes(graph, target, precision, &smallest)?.saturating_sub(smallest.ring_bytes());
             Some(sized(warps, fixed)).filter(|candidate| fits(graph, target, precision, candidate))
         };
@@ -70,9 +72,14 @@ impl Candidate {
         let room = u64::from(target.spec.smem_bytes_per_block_max).saturating_sub(fixed);
         // Smaller slots where shared memory is scarce, down to a chunk of the history, so that two have room.
         let least = least_slot_bytes(graph, precision, consumer_warps);
-        let fits = |&bytes: &u32| bytes >= least && room / u64::from(bytes) >= 2;
+        let fits = |bytes: &u32| *bytes >= least && room / u64::from(*bytes) >= 2;
         let wanted = default_slot_bytes(graph, precision, sms, room);
-        let slot_bytes = [wanted, 8192, 4096, least].into_iter().find(fits).unwrap_or(wanted);
+        // Measured with bulk copies alone.
+        let is_bulk = target.spec.copy == CopyMechanism::Bulk;
+        let held = if is_bulk { slot_of_held(graph, precision, consumer_warps, room) } else { None };
+        let sum_units = if held.is_some() { SUMS_OF_HELD } else { REDUCE_BATCH };
+        let slot_bytes = held.or_else(|| [wanted, 8192, 4096, least].into_iter().find(fits)).unwrap_or(wanted);
+        let room = room - longer_sums_bytes(sum_units, consumer_warps);
         let ring_slots = (room / u64::from(slot_bytes)).clamp(2, 12) as u32;
         let flight = Flight::for_layer(graph, precision, sms, slot_bytes, ring_slots);
         Candidate {
@@ -94,7 +101,7 @@ impl Candidate {
             light_eighth: 0,
             // By how much the slowest SMs of an H200 are below the mean.
             light_percent: 5,
-            sum_units: REDUCE_BATCH,
+            sum_units,
             poll_pairs: if cpu { POLL_BATCH } else { default_poll_pairs(graph, precision, consumer_warps) },
             hold_qkv: 0,
             hold_o: 0,
@@ -156,6 +163,22 @@ fn default_slot_bytes(graph: &ModelGraph, precision: Precision, sms: u32, room: 
         return SLOT;
     }
     if wastes(2 * SLOT) { whole(units_in(2 * SLOT)) } else { 2 * SLOT }
+}
+
+/// Units of a batch of sums where a slot holds what a warp holds.
+const SUMS_OF_HELD: u32 = 2 * REDUCE_BATCH;
+
+/// With codes of 4 bits: a slot for those units of the model's width that a warp holds at once. So a warp waits for one chunk at a time, and the
+/// compiler knows where each unit lies in it. Batches of sums are twice as long: half of the barriers of a long task (docs/perf/decode.md, entry 60).
+/// `None`: other weights, or too little room for four such slots beside the sums.
+fn slot_of_held(graph: &ModelGraph, precision: Precision, warps: u32, room: u64) -> Option<u32> {
+    let format = up_format(graph, precision);
+    let granules = graph.hidden.div_ceil(format.granule_k()).max(1);
+    let units = units_held(format, granules.div_ceil(warps), SUMS_OF_HELD);
+    let slot = (units * granules * format.granule_bytes()).next_multiple_of(GRANULE_BYTES);
+    let needed = 4 * u64::from(slot) + longer_sums_bytes(SUMS_OF_HELD, warps);
+    let is_enough = slot >= least_slot_bytes(graph, precision, warps);
+    (format.code.bits() == 4 && is_enough && room >= needed).then_some(slot)
 }
 
 /// The format of up, and of the gate where there is one: most of the bytes of a layer.
@@ -324,7 +347,8 @@ fn of_each_kind(layer: &Layer) -> impl Iterator<Item = &Mlp> {
 fn surely_fits(graph: &ModelGraph, target: &Target, precision: Precision, c: &Candidate) -> bool {
     // Queues are as long as tasks fall on one SM, which [`fixed_smem_bytes`] estimates by their mean: by one task of each grid of a layer at most.
     let tasks = 3 * graph.layers.len() as u64 + 1;
-    let fixed = fixed_smem_bytes(graph, target, precision, c.consumer_warps, c.sms);
+    let fixed = fixed_smem_bytes(graph, target, precision, c.consumer_warps, c.sms)
+        + longer_sums_bytes(c.sum_units, c.consumer_warps);
     let granule = granules(graph, precision).map(|(values, _)| values).max().unwrap_or(0);
     let spare = tasks * u64::from(QUEUE_ENTRY_BYTES) + u64::from(granule) * 4;
     let slots = c.slot_bytes >= least_slot_bytes(graph, precision, c.consumer_warps)

@@ -9,7 +9,7 @@ use crate::ir::layout::{
 };
 use crate::ir::op::{HISTORY_ALIGN, UNIT_ROWS};
 use crate::ir::schedule::Schedule;
-use crate::ir::variant::rows_on_tensor_cores;
+use crate::ir::variant::{REDUCE_BATCH, rows_on_tensor_cores};
 use crate::lower::{Batch, format_of, heads_per_task_most, lower_batch};
 use crate::model::graph::{Attention, Layer, Linear, ModelGraph};
 use crate::schedule::{chunk_copiers, schedule};
@@ -174,6 +174,7 @@ fn candidate(
     Candidate {
         splits: 1,
         sums_everywhere: 0,
+        sum_units: REDUCE_BATCH,
         heads_per_task: heads_per_task_most(group),
         slot_bytes,
         ring_slots,

@@ -2,7 +2,7 @@
 //! interpreter knows none of them, and results differ by rounding at most.
 
 use super::layout::{WARP_ROWS, WORD_ROWS, cache_pitch};
-use super::op::{Attention, MatVec, QkNormAttr};
+use super::op::{Attention, MatVec, QkNormAttr, UNIT_ROWS};
 use super::schedule::Machine;
 use crate::dtype::{DType, Precision};
 use crate::format::{Code, Format, Groups, ScaleCode};
@@ -169,7 +169,7 @@ impl RegisterTiling {
             let most = if fit >= self.units || whole == 0 { fit } else { whole };
             return self.units.div_ceil(self.units.div_ceil(most));
         }
-        (1..=self.batch.min(fit)).rev().find(|n| self.batch.is_multiple_of(*n)).unwrap_or(1)
+        of_long_task(fit, self.batch)
     }
 
     /// Pairs of packets of the input that a thread stages.
@@ -207,6 +207,22 @@ impl RegisterTiling {
         let most = self.pairs.min(2 * POLL_BATCH);
         (poll == 0 || poll > most).then(|| format!("1 to {most}, as many pairs as a thread stages, and registers hold"))
     }
+}
+
+/// Bytes of shared memory by which batches of `sum_units` are longer than by default: two batches, each with a sum of each row of a unit and warp.
+pub fn longer_sums_bytes(sum_units: u32, warps: u32) -> u64 {
+    u64::from(sum_units.saturating_sub(REDUCE_BATCH)) * u64::from(2 * warps * UNIT_ROWS * 4)
+}
+
+/// Units that a warp holds at once of a task of more units than a `batch` of sums, by rule: a warp has `granules` of each. No group reaches over the
+/// end of a batch.
+pub fn units_held(format: Format, granules: u32, batch: u32) -> u32 {
+    of_long_task(HELD_REGISTERS / granule_registers(format) / granules.max(1), batch)
+}
+
+/// The most units up to `fit` of which a batch has a whole number.
+fn of_long_task(fit: u32, batch: u32) -> u32 {
+    (1..=batch.min(fit)).rev().find(|n| batch.is_multiple_of(*n)).unwrap_or(1)
 }
 
 /// Registers of a lane for a granule: its 16 bytes of weights; for codes also the scales and zero points of the groups that it has sums

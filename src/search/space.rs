@@ -11,7 +11,7 @@ use crate::digest::Digest;
 use crate::dtype::Precision;
 use crate::ir::layout::{RING_SLOTS_MAX, chunk_bytes, unit_bytes};
 use crate::ir::op::UNIT_ROWS;
-use crate::ir::variant::REDUCE_BATCH;
+use crate::ir::variant::longer_sums_bytes;
 use crate::lower::{LayerOp, finest_unit_rows, heads_of_task, lower};
 use crate::model::graph::{Layer, ModelGraph};
 use crate::schedule::{check_knobs, schedule};
@@ -295,8 +295,7 @@ struct Rules {
 
 /// Upper bound on shared memory of a block beside the ring, bytes: it grows with larger batches of sums than the default's.
 fn fixed_bytes(of_warps: &BTreeMap<u32, u64>, c: &Candidate) -> u64 {
-    let more = u64::from(c.sum_units.saturating_sub(REDUCE_BATCH)) * u64::from(2 * c.consumer_warps * UNIT_ROWS * 4);
-    of_warps.get(&c.consumer_warps).copied().unwrap_or(0) + more
+    of_warps.get(&c.consumer_warps).copied().unwrap_or(0) + longer_sums_bytes(c.sum_units, c.consumer_warps)
 }
 
 /// With larger slots the ring has so few of them that the loader hardly runs ahead.

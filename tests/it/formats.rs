@@ -14,7 +14,7 @@ use monobloc::ir::GridId;
 use monobloc::ir::layout::{matrices, pack_bytes};
 use monobloc::ir::parse::parse;
 use monobloc::ir::print::print;
-use monobloc::ir::program::{Buffer, Content, Space};
+use monobloc::ir::program::{Buffer, Content, Grid, LayerOp, Space};
 use monobloc::ir::schedule::Schedule;
 use monobloc::ir::variant::{MatVecVariant, Variant};
 use monobloc::lower::lower;
@@ -823,7 +823,8 @@ fn formats_without_a_kernel_are_refused_by_name() {
     }
 }
 
-/// The default candidate follows the bytes of a format: it fits the target, and a slot holds a unit of the model's width.
+/// The default candidate follows the bytes of a format: it fits the target, and a slot holds a unit of the model's width. With 4 bits no turn of a
+/// warp ends inside a slot.
 #[test]
 fn default_candidates_fit_every_format() {
     let h200 = Target::builtin("h200").unwrap();
@@ -835,11 +836,21 @@ fn default_candidates_fit_every_format() {
             let graph = &imported.graph;
             let candidate = Candidate::default_for(graph, &h200, BF16).for_context(4096);
             let program = lower(graph, name, BF16, 4096, &candidate).unwrap();
-            if let Err(refused) = schedule(program, &h200, &candidate) {
-                panic!("{name} {format_name}: {refused}");
-            }
-            let unit = graph.hidden.div_ceil(format.granule_k()) * format.granule_bytes();
+            let schedule = match schedule(program, &h200, &candidate) {
+                Ok(schedule) => schedule,
+                Err(refused) => panic!("{name} {format_name}: {refused}"),
+            };
+            let granules = graph.hidden.div_ceil(format.granule_k());
+            let unit = granules * format.granule_bytes();
             assert!(unit <= candidate.slot_bytes, "{name} {format_name}: {unit} in {}", candidate.slot_bytes);
+            if format.code.bits() == 4 {
+                let of_up = |grid: &Grid| grid.site.is_some_and(|site| site.op == LayerOp::Up);
+                let up = schedule.program.grids.iter().position(of_up).unwrap();
+                let Some(Variant::MatVec(up)) = schedule.variants.get(&GridId::from(up)) else { panic!("{name}") };
+                let (held, of_slot) = (up.units_per_warp, up.chunk / granules);
+                let whole = up.units <= held || held.is_multiple_of(of_slot);
+                assert!(whole, "{name} {format_name}: {held} held of {of_slot} in a slot");
+            }
         }
     }
 }
