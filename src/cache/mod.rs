@@ -320,6 +320,7 @@ impl Cache {
     }
 
     /// As [`Cache::get`], by a caller who knows the key text: a remote is not asked for it, and it is written again if it was lost.
+    /// An empty one is written by the next call that knows more.
     pub fn get_known(&self, stage: &str, key: &Digest, why: &str) -> Result<Option<Entry>, CacheError> {
         let found = self.look_up(stage, key, Some(why))?;
         if found.is_some() {
@@ -383,6 +384,15 @@ impl Cache {
         let content = self.store.put(stage, key, why, bytes)?;
         self.write_through(stage, key, why);
         Ok(content)
+    }
+
+    /// Stores `bytes` that a remote need not get, unless there is an entry.
+    pub fn keep(&self, stage: &str, key: &Digest, why: &str, bytes: &[u8]) -> Result<(), CacheError> {
+        if !self.store.entry_path(stage, key).exists() {
+            self.store.put(stage, key, why, bytes)?;
+            self.write_shared(stage, key, why);
+        }
+        Ok(())
     }
 
     /// Like [`Cache::put`] for content that does not fit in memory: `fill` writes the file, in any order.

@@ -567,9 +567,9 @@ impl Store {
         )
     }
 
-    /// Writes the key text of an entry again if it was lost or damaged.
+    /// Writes the key text of an entry again if it was lost, damaged or not known.
     pub fn mend_why(&self, stage: &str, key: &Digest, why: &str) -> io::Result<()> {
-        if self.why(stage, key).is_some() || !self.entry_path(stage, key).is_file() {
+        if self.why(stage, key).is_some_and(|why| !why.is_empty()) || !self.entry_path(stage, key).is_file() {
             return Ok(());
         }
         let name = format!("{}.why", self.entry_name(stage, key));

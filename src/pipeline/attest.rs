@@ -2,10 +2,11 @@
 //!
 //! The cache sees a damaged byte, because every entry ends with a line that seals it. It does not see an entry that was
 //! edited and sealed anew. So a stage that makes a part of a kernel also stores its digest in a separate entry, the link. A part that
-//! differs is refused before any of it reaches a device or an interpreter, and a part without a link is made again. Queues are not
+//! differs is refused before any of it reaches a device or an interpreter, and a part without a link is made again. The index of a build,
+//! which is a separate entry, too, stands for the links of the parts that it names (`index`). Queues are not
 //! stored: they are encoded from a schedule that was proven in this process, and compared with the digest of its first proof.
 //!
-//! Not promised without a key: a user who can write the cache can replace a part and its link. Then the schedule is still proven
+//! Not promised without a key: a user who can write the cache can replace a part and its link, or the index. Then the schedule is still proven
 //! anew, and a launch still has a deadline, but only `check` notices a schedule or cubin that computes something else, unless its
 //! result is replaced, too. With a key (`cache::Key`) every entry, links among them, is sealed with it, and what was made without it is
 //! not found at all.
@@ -101,7 +102,7 @@ impl Workspace {
     pub(super) fn with_link(&self, keyed: &Keyed) -> Result<Option<Entry>, Fault> {
         let Keyed { stage, key, why } = keyed;
         thread::scope(|scope| {
-            if PARTS.contains(stage) && self.cache.may_bring(stage, key) {
+            if PARTS.contains(stage) && self.cache.may_bring(keys::LINK, &link_key(stage, key)) {
                 // `linked` looks it up again, and reports what is wrong with it.
                 scope.spawn(|| self.attested(stage, key));
             }
@@ -134,6 +135,12 @@ impl Workspace {
             self.put_link(keyed.stage, &keyed.key, content)?;
         }
         Ok(())
+    }
+
+    /// Stores the link of an entry with this content here, as an index names both.
+    pub(super) fn attest_listed(&self, stage: &str, key: &Digest, content: Digest) -> Result<(), Fault> {
+        let (link, why) = (link_key(stage, key), link_why(stage, key));
+        Ok(self.cache.keep(keys::LINK, &link, &why, format!("{content}\n").as_bytes())?)
     }
 
     /// The queues of a proven schedule as they are uploaded.

@@ -6,7 +6,6 @@
 
 use std::cell::OnceCell;
 use std::sync::{Arc, OnceLock};
-use std::thread;
 
 use crate::cache::{CacheError, Entry};
 use crate::candidate::{Candidate, FormatCause, Infeasible};
@@ -15,7 +14,6 @@ use crate::dtype::DType;
 use crate::error::Fault;
 use crate::flywheel::{Origin, Verdict};
 use crate::interp::Pack;
-use crate::manifest::Manifest;
 use crate::target::{Target, TargetKind};
 use crate::validate::Validated;
 
@@ -25,12 +23,8 @@ use super::execute::{Devices, hardware_of_all, host};
 use super::keys::{self, CheckKey, Hardware, Keyed, MeasureKey, SubjectKey, WeightsId};
 use super::rows::TrialRow;
 use super::stages::{
-    BuildContext, Generated, Model, StoredSchedule, map_pack, memory_pack, place, source_bytes, store_pack,
-    stored_source,
+    BuildContext, Generated, StoredSchedule, map_pack, memory_pack, place, source_bytes, store_pack, stored_source,
 };
-
-/// Targets whose kernels are brought from a remote cache at the same time.
-const BROUGHT_AT_ONCE: usize = 16;
 
 /// A stage of a target. The import comes before all of them and belongs to no target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -189,30 +183,6 @@ impl<'a> Host<'a> {
     }
 }
 
-/// Brings here what a remote cache has of the kernels of all targets, several at the same time: one after another, each stage would wait for
-/// the server. What is missing, and every fault, is left to the build.
-pub(super) fn bring_all(workspace: &Workspace, manifest: &Manifest, model: &Model, host: &Host<'_>) {
-    for targets in manifest.targets.chunks(BROUGHT_AT_ONCE) {
-        thread::scope(|scope| {
-            for target in targets {
-                let context = BuildContext::new(workspace, manifest, target, model).ok();
-                let context = context.filter(|context| {
-                    let Keyed { stage, key, .. } = context.schedule_key(&context.candidate());
-                    workspace.cache.may_bring(stage, &key)
-                });
-                context.map(|context| scope.spawn(move || bring(context, host)));
-            }
-        });
-    }
-}
-
-fn bring(context: BuildContext<'_>, host: &Host<'_>) -> Result<(), NotMade> {
-    let chain = Chain::looking(context, host, context.candidate());
-    chain.schedule()?;
-    chain.cubin()?;
-    Ok(())
-}
-
 /// The stages of one candidate on one target. Each artefact is made when it is first asked for, and kept.
 pub(super) struct Chain<'a> {
     pub context: BuildContext<'a>,
@@ -368,7 +338,7 @@ impl<'a> Chain<'a> {
 
     fn stored_cubin(&self) -> Result<Box<Cubin>, NotMade> {
         let Found { keyed, nvrtc, .. } = find_cubin(&self.context, &self.host.compiler, self.source()?)?;
-        Ok(Box::new(stored_cubin(&self.stored(Stage::Compile, &keyed)?, nvrtc, None)?))
+        Ok(Box::new(stored_cubin(&self.stored(Stage::Compile, &keyed)?, keyed.key, nvrtc, None)?))
     }
 
     /// Compiles a source for this target: the chain's own, or one that is no part of it.

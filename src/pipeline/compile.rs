@@ -25,6 +25,8 @@ use super::stored;
 
 /// A compiled kernel and what the compiler said.
 pub(super) struct Cubin {
+    /// Key and content of its entry.
+    pub entry: (Digest, Digest),
     pub bytes: Vec<u8>,
     pub digest: Digest,
     pub resources: Resources,
@@ -201,6 +203,12 @@ fn publish(workspace: &Workspace, source: &Generated, nvrtc: &str) -> Result<(),
     Ok(())
 }
 
+/// Stores here what [`publish`] stored elsewhere.
+pub(super) fn keep_published(workspace: &Workspace, source: &Generated, nvrtc: NvrtcVersion) -> Result<(), Fault> {
+    let (key, why) = (published_key(source), published_why(source));
+    Ok(workspace.cache.keep(keys::COMPILER, &key, &why, nvrtc.to_string().as_bytes())?)
+}
+
 /// Key and key text of the cubin by the compiler that [`publish`] named. The key is computed here, so that it is one of this source.
 fn published(workspace: &Workspace, source: &Generated) -> Result<Option<(Digest, String)>, Fault> {
     let known = workspace.cache.get_known(keys::COMPILER, &published_key(source), &published_why(source))?;
@@ -293,7 +301,7 @@ impl<'a> Pending<'a> {
         }
         context.workspace.point(&keyed, &here)?;
         publish(context.workspace, source, &nvrtc)?;
-        Ok(Box::new(stored_cubin(&entry, nvrtc, compile_ms)?))
+        Ok(Box::new(stored_cubin(&entry, keyed.key, nvrtc, compile_ms)?))
     }
 }
 
@@ -329,8 +337,10 @@ pub(super) fn compile_each(
     pending.into_iter().zip(compiled).map(|(pending, compiled)| pending?.end(compiled)).collect()
 }
 
-pub(super) fn stored_cubin(entry: &Entry, nvrtc: String, compile_ms: Option<f64>) -> Result<Cubin, Fault> {
+/// Reads the entry under `key`.
+pub(super) fn stored_cubin(entry: &Entry, key: Digest, nvrtc: String, compile_ms: Option<f64>) -> Result<Cubin, Fault> {
     let bytes = entry.bytes()?;
     let (cubin, resources) = stored::cubin(&bytes, &entry.path().display().to_string())?;
-    Ok(Cubin { digest: Digest::of(cubin), bytes: cubin.to_vec(), resources, nvrtc, compile_ms })
+    let (entry, digest) = ((key, entry.content()), Digest::of(cubin));
+    Ok(Cubin { entry, digest, bytes: cubin.to_vec(), resources, nvrtc, compile_ms })
 }

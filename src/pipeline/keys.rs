@@ -46,6 +46,8 @@ pub const EXPECT: &str = "expect";
 pub const TUNED: &str = "tuned";
 /// The digests of what was built, stored beside the parts of a kernel. It is no stage of a build.
 pub const LINK: &str = "link";
+/// What the kernels of a build are made of. It is no stage of a build.
+pub const INDEX: &str = "index";
 /// A search; its rows lie in the trials.
 const CAMPAIGN: &str = "campaign";
 /// Which compiler was found last; no stage of a build.
@@ -186,6 +188,28 @@ impl KeyPart for SourceKey<'_> {
         key.value("code", code);
         key.value("schedule", schedule);
         write_spec(key, target);
+    }
+}
+
+/// The kernels of a build. Only what is known before any of them is there.
+pub struct IndexKey<'a> {
+    /// Of the stage that prints a source.
+    pub code: Digest,
+    /// Keys of the schedules, in the order of the manifest.
+    pub schedules: &'a [Digest],
+}
+
+impl IndexKey<'_> {
+    pub fn keyed(&self) -> Keyed {
+        Keyed::of(INDEX, self)
+    }
+}
+
+impl KeyPart for IndexKey<'_> {
+    fn write(&self, key: &mut dyn KeySink) {
+        let Self { code, schedules } = self;
+        key.value("code", code);
+        key.list("schedule", schedules.iter());
     }
 }
 

@@ -9,6 +9,7 @@
 //! `compile` make what needs no execution, `stored` says how they keep it, `evaluate` checks and measures the decode kernel, `rows`
 //! appends to the corpus. `kernels` is a set of kernels over one pool of pages, `checks` makes sure that each was compared on a device of this kind. `runner` decodes for commands (`speculative` with proposed tokens, `mtp` with those of the checkpoint's own draft), `batch` makes steps of several rows for a server,
 //! `invariant` has the kernels whose rows have the bits that they have alone, and `text_steps` decodes one text by them.
+//! `index` is what a build asks a remote cache for first.
 //! `campaign` searches (`search_start` says from where, `made` makes a candidate, `arena` has it timed, `ahead` makes candidates early, `trial` and
 //! `wave_trial` are the child process that checks and times, `proposer` is a program that proposes), `fleet` searches with workers on other machines (`fleet_engines` starts them, `fleet_wire` speaks to them), `status` says how searches went, `bench` times beside baselines (`baseline` is one in another process).
 //! `tokens` runs a tokenizer where it can do no harm, `trace` says where a step's time goes, `explain` answers why something would
@@ -41,6 +42,7 @@ mod exported;
 mod fleet;
 mod fleet_engines;
 mod fleet_wire;
+mod index;
 mod invariant;
 pub mod kernels;
 mod keys;
@@ -97,7 +99,7 @@ use crate::validate::Validated;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use chain::{Chain, Host, NotMade, bring_all, compile_all};
+use chain::{Chain, Host, NotMade, compile_all};
 use evaluate::evaluate;
 use kernels::Served;
 use stages::{BuildContext, Model, StoredSchedule, load_model};
@@ -215,14 +217,14 @@ pub fn build(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, 
 /// Faults that concern all targets: of the source, of the cache. What was built before stays in the cache.
 pub fn build_each(workspace: &Workspace, manifest: &Manifest) -> Result<BuildReport, Fault> {
     let (ran, cached) = (workspace.report.ran_count(), workspace.report.cached_count());
-    let model = import_stage(workspace, manifest)?;
+    let (model, host) = (load_model(workspace, manifest)?, Host::new(workspace));
+    index::bring(workspace, manifest, &model, &host);
+    keep_import(workspace, manifest, &model)?;
     let commit =
         model.commit.iter().map(|c| format!("{} at revision `{}` is commit {c}", manifest.source, manifest.revision));
     let notes = commit.chain(model.imported.notes.iter().cloned()).collect();
     let (mut waiting, mut failed, mut built) = (vec![], vec![], vec![]);
 
-    let host = Host::new(workspace);
-    bring_all(workspace, manifest, &model, &host);
     let mut chains = vec![];
     for target in &manifest.targets {
         let made = || -> Result<Chain<'_>, Fault> {
@@ -278,6 +280,9 @@ pub fn build_each(workspace: &Workspace, manifest: &Manifest) -> Result<BuildRep
             measurement,
         });
     }
+    if failed.is_empty() {
+        index::leave(workspace, manifest, &chains);
+    }
     let report = &workspace.report;
     let (ran, cached) = (report.ran_count() - ran, report.cached_count() - cached);
     Ok(BuildReport { ran, cached, notes, targets: built, waiting, failed })
@@ -318,7 +323,7 @@ fn check_several(chain: &Chain<'_>, several: Option<Served>) -> Result<(), NotMa
 /// An entry that cannot be removed.
 pub fn forget(workspace: &Workspace, manifest: &Manifest) -> Result<usize, Fault> {
     let cache = &workspace.cache;
-    let model = [(keys::IMPORT, stages::subject(manifest, "model"))];
+    let model = [keys::IMPORT, keys::INDEX].map(|stage| (stage, stages::subject(manifest, "model")));
     let of_target = |target: &Target| {
         let stages = [keys::SCHEDULE, keys::SOURCE, keys::COMPILE, keys::PACK, keys::CHECK, keys::MEASURE];
         let subject = stages::subject(manifest, &target.name);
@@ -340,9 +345,14 @@ pub fn forget(workspace: &Workspace, manifest: &Manifest) -> Result<usize, Fault
 /// Imports the model, and keeps the text of its graph.
 fn import_stage(workspace: &Workspace, manifest: &Manifest) -> Result<Model, Fault> {
     let model = load_model(workspace, manifest)?;
+    keep_import(workspace, manifest, &model)?;
+    Ok(model)
+}
+
+fn keep_import(workspace: &Workspace, manifest: &Manifest, model: &Model) -> Result<(), Fault> {
     let subject = stages::subject(manifest, "model");
     workspace.stage(&model.keyed, &subject, keys::IMPORT, &manifest.source, || {
         Ok::<_, Fault>(model.graph_text.clone().into_bytes())
     })?;
-    Ok(model)
+    Ok(())
 }

@@ -260,8 +260,8 @@ fn stored_checks(
     };
     let mut compiled = vec![];
     for (kernel, found) in planned.kernels.iter().zip(cubins) {
-        let Some(Found { entry: Some(entry), nvrtc, .. }) = found else { return Ok(vec![]) };
-        let code = Code::of(stored_cubin(&entry, nvrtc, None)?);
+        let Some(Found { keyed, entry: Some(entry), nvrtc }) = found else { return Ok(vec![]) };
+        let code = Code::of(stored_cubin(&entry, keyed.key, nvrtc, None)?);
         compiled.push(Kernel { does: kernel.does, validated: kernel.validated.clone(), knobs: kernel.knobs, code });
     }
     let set = KernelSet::new(planned.is_alike, compiled)?;

@@ -13,6 +13,7 @@ use monobloc::cache::{Cache, Note, Places, RemoteText};
 use monobloc::digest::Digest;
 
 use crate::cli_support::{Answer, Place, manifest_text};
+use crate::nvrtc::nvrtc;
 use crate::remote_servers::{Fault, Nginx, Proxy, Seen, bucket, plain, s3};
 use crate::support::{fixture, forge};
 
@@ -157,6 +158,125 @@ fn links_are_asked_for_beside_their_parts() {
     let said = Machine::new().build(&format!("dav://{}/team?timeout=60", proxy.address)).stderr;
     assert!(said.contains("no work to do") && notes(&said).is_empty(), "{said}");
     assert!(proxy.faults().contains_key("Until"), "{:?}", proxy.seen());
+}
+
+/// Builds the kernels of two GPUs, with the compiler at `nvrtc`.
+#[track_caller]
+fn build_kernels(machine: &Machine, remote: &str, mode: &str, nvrtc: &Path) -> Answer {
+    let text = manifest_text(&format!("path:{}", fixture("variants/llama-defaults").display()), 8);
+    machine.0.write("gpus.toml", text.replace("\"cpu\"", "\"h200\"\n[[target]]\nrecord = \"l4\""));
+    let mut command = machine.command(remote, "build gpus.toml --json --require compile");
+    let answer = Answer::of(command.env("MONOBLOC_REMOTE_CACHE_MODE", mode).env("MONOBLOC_NVRTC", nvrtc));
+    machine.tells_no_secret(&answer);
+    answer
+}
+
+/// A second machine asks for the index, and then for everything else before anything else is answered.
+#[test]
+fn kernels_arrive_in_two_round_trips() {
+    let test = "kernels_arrive_in_two_round_trips";
+    let (Some(nvrtc), Some(nginx)) = (nvrtc(test), Nginx::start(test)) else { return };
+    let remote = format!("dav://{}/team", nginx.address());
+    build_kernels(&Machine::new(), &remote, "read-write", nvrtc.path()).code(0);
+    let parts = ["compile", "compile", "import", "schedule", "schedule", "source", "source"];
+    for compiler in [nvrtc.path(), Path::new("/nowhere")] {
+        let proxy = Proxy::start(nginx.address(), move |seen| {
+            let is_index = seen.path.contains("/index-v1/");
+            if is_index { Fault::None } else { Fault::Until("/team/", parts.len() + 1) }
+        });
+        let machine = Machine::new();
+        let remote = format!("dav://{}/team?timeout=60", proxy.address);
+        let answer = build_kernels(&machine, &remote, "read", compiler).code(0);
+        assert!(answer.json()["ran"] == 0 && notes(&answer.stderr).is_empty(), "{answer:#?}");
+        let stage = |seen: Seen| seen.path.split('/').nth(2).unwrap().replace("-v1", "");
+        let mut asked: Vec<String> = proxy.seen().into_iter().map(stage).collect();
+        asked.sort();
+        asked.retain(|stage| stage != "index");
+        assert_eq!((asked.as_slice(), proxy.seen().len()), (parts.map(String::from).as_slice(), parts.len() + 1));
+        // What the index stood for is here, with the texts that explain it.
+        assert!(machine.run("", "cache verify").code(0).stdout.starts_with("sound: "));
+        assert_eq!(build_kernels(&machine, "", "off", compiler).code(0).json()["ran"], 0);
+    }
+}
+
+#[test]
+fn a_wrong_index_changes_no_result_and_is_replaced() {
+    let test = "a_wrong_index_changes_no_result_and_is_replaced";
+    let (Some(nvrtc), Some(nginx)) = (nvrtc(test), Nginx::start(test)) else { return };
+    let remote = format!("dav://{}/team", nginx.address());
+    let team = nginx.files().join("team");
+    build_kernels(&Machine::new(), &remote, "read-write", nvrtc.path()).code(0);
+    let honest = build_kernels(&Machine::new(), &remote, "read", nvrtc.path()).code(0).json();
+    let index = files(&team.join("index-v1"), |path| !path.ends_with(".why")).remove(0);
+    let sound = fs::read(&index).unwrap();
+    let text: String = String::from_utf8_lossy(&sound).lines().take(2).map(|line| format!("{line}\n")).collect();
+    let other = Digest::of(b"other").to_string();
+    // Another value in each place of each line, after its schedule.
+    let changed = |place: usize, value: &str| -> Vec<u8> {
+        let line = |line: &str| {
+            let mut words: Vec<&str> = line.split(' ').collect();
+            words[place] = value;
+            format!("{}\n", words.join(" "))
+        };
+        text.lines().map(line).collect::<String>().into_bytes()
+    };
+    let first_cubin = text.split(' ').nth(3).unwrap();
+    let cases: Vec<(&str, Vec<u8>)> = vec![
+        ("empty", vec![]),
+        ("no text", vec![0xff; 1000]),
+        ("names with `..`", changed(3, "../../../etc/passwd")),
+        (
+            "many names",
+            text.lines()
+                .cycle()
+                .take(20_000)
+                .map(|line| format!("{}\n", line.replace('0', "1")))
+                .collect::<String>()
+                .into(),
+        ),
+        ("schedules", changed(1, &other)),
+        ("sources", changed(2, &other)),
+        ("keys of cubins", changed(3, &other)),
+        ("one cubin for all", changed(3, first_cubin)),
+        ("cubins", changed(4, &other)),
+        ("compilers", changed(5, "12.0")),
+    ];
+    for (name, hostile) in cases {
+        fs::write(&index, &sound).unwrap();
+        forge(&team, &index, |bytes| *bytes = hostile);
+        let proxy = Proxy::start(nginx.address(), |_| Fault::None);
+        let machine = Machine::new();
+        let answer =
+            build_kernels(&machine, &format!("dav://{}/team", proxy.address), "read", Path::new("/nowhere")).code(0);
+        assert!(answer.json() == honest && notes(&answer.stderr).is_empty(), "{name}: {answer:#?}");
+        // As without an index, and one entry for each line of this build.
+        assert!(proxy.seen().len() <= 1 + 1 + 2 * (7 + 2), "{name}: {:?}", proxy.seen());
+        machine.run("", "cache verify").code(0);
+        build_kernels(&Machine::new(), &remote, "read-write", nvrtc.path()).code(0);
+        // That of another compiler stays: machines with both would replace it in turns.
+        assert_eq!(fs::read(&index).unwrap() == sound, name != "compilers", "{name}");
+    }
+}
+
+/// An index stands for links, and for no more than they do.
+#[test]
+fn a_part_that_is_not_that_of_the_index_is_refused() {
+    let test = "a_part_that_is_not_that_of_the_index_is_refused";
+    let (Some(nvrtc), Some(nginx)) = (nvrtc(test), Nginx::start(test)) else { return };
+    let remote = format!("dav://{}/team", nginx.address());
+    let team = nginx.files().join("team");
+    build_kernels(&Machine::new(), &remote, "read-write", nvrtc.path()).code(0);
+    for stage in ["schedule", "source", "compile"] {
+        let part = files(&team.join(format!("{stage}-v1")), |path| !path.ends_with(".why")).remove(0);
+        let sound = fs::read(&part).unwrap();
+        forge(&team, &part, |bytes| *bytes.last_mut().unwrap() ^= 1);
+        let said = build_kernels(&Machine::new(), &remote, "read", nvrtc.path()).code(3).stderr;
+        assert!(said.contains(&format!("the stored {stage} ")) && said.contains("is not what was built"), "{said}");
+        fs::remove_file(&part).unwrap();
+        fs::write(&part, sound).unwrap();
+    }
+    fs::remove_dir_all(team.join("link-v1")).unwrap();
+    assert_eq!(build_kernels(&Machine::new(), &remote, "read", nvrtc.path()).code(0).json()["ran"], 0);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -76,21 +76,24 @@ pub fn operator(address: &RemoteAddress, bodies: Bodies) -> Result<Operator, Str
     // The process has one; another part may have set the same before.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let timeout = address.timeout();
-    let client = || {
-        reqwest::Client::builder()
-            .connect_timeout(CONNECT_TIMEOUT.min(timeout))
-            .user_agent(concat!("monobloc/", env!("CARGO_PKG_VERSION")))
-    };
-    let no_client = |error: reqwest::Error| format!("no HTTP client: {}", error.without_url());
-    let files = client().build().map_err(no_client)?;
-    let client = client().read_timeout(timeout).build().map_err(no_client)?;
+    let client = client(timeout).read_timeout(timeout).build();
+    let client = client.map_err(|error| format!("no HTTP client: {}", error.without_url()))?;
     let retries = RetryLayer::new()
         .with_max_times(RETRIES)
         .with_min_delay(RETRY_DELAY_MIN)
         .with_max_delay(RETRY_DELAY_MAX)
         .with_jitter();
     let store = store(address)?;
-    Ok(store.layer(HttpClientLayer::new(HttpClient::with(Http { client, files, timeout, bodies }))).layer(retries))
+    Ok(store
+        .layer(HttpClientLayer::new(HttpClient::with(Http { client, files: OnceLock::new(), timeout, bodies })))
+        .layer(retries))
+}
+
+/// Reads the certificates of the machine, which takes 5 ms.
+fn client(timeout: Duration) -> reqwest::ClientBuilder {
+    reqwest::Client::builder()
+        .connect_timeout(CONNECT_TIMEOUT.min(timeout))
+        .user_agent(concat!("monobloc/", env!("CARGO_PKG_VERSION")))
 }
 
 fn store(address: &RemoteAddress) -> Result<Operator, String> {
@@ -185,7 +188,8 @@ fn netrc_entry(text: &str, host: &str) -> Option<(String, String)> {
 struct Http {
     client: reqwest::Client,
     /// For requests whose body is a file: the timeout of the other one counts from the begin of a request, however long its body takes.
-    files: reqwest::Client,
+    /// Made when it is first needed.
+    files: OnceLock<reqwest::Client>,
     /// Longest time in which nothing is read or taken.
     timeout: Duration,
     bodies: Bodies,
@@ -213,7 +217,14 @@ impl Http {
             }
             piece
         });
-        let sent = self.files.request(parts.method, parts.uri.to_string()).headers(parts.headers);
+        let files = match self.files.get() {
+            Some(files) => files,
+            None => {
+                let made = client(self.timeout).build().map_err(failed("make an HTTP client"))?;
+                self.files.get_or_init(|| made)
+            }
+        };
+        let sent = files.request(parts.method, parts.uri.to_string()).headers(parts.headers);
         let answered = async {
             let sent = sent.body(reqwest::Body::wrap_stream(pieces)).send().await.map_err(failed("send a file"))?;
             let (status, headers) = (sent.status(), sent.headers().clone());

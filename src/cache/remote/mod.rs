@@ -180,6 +180,8 @@ async fn first(operator: &Operator, name: &str) -> Result<First, Failure> {
             let stated = if stated > PART_BYTES { stated } else { operator.stat(name).await?.content_length() };
             return Ok(First::Large(stated));
         }
+        // At once: what grows is copied.
+        bytes.reserve_exact(usize::try_from(stated).unwrap_or(0).saturating_sub(bytes.len()));
         for piece in buffer {
             bytes.extend_from_slice(&piece);
         }
