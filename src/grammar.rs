@@ -687,6 +687,15 @@ mod tests {
         for time in texts(json!({ "type": "string", "format": "date-time", "pattern": "-02-2.*Z$" }), 100) {
             assert!(exists(&time[..10]) && !time[17..].starts_with("60"), "{time}");
         }
+        for bound in [
+            json!({ "maxLength": 64 }),
+            json!({ "minLength": 20, "maxLength": 30 }),
+            json!({ "allOf": [{ "maxLength": 25 }] }),
+        ] {
+            let mut schema = json!({ "type": "string", "format": "date-time" });
+            schema.as_object_mut().unwrap().extend(bound.as_object().unwrap().clone());
+            assert!(texts(schema.clone(), 50).iter().all(|time| exists(&time[..10]) && time.len() <= 64), "{schema}");
+        }
         assert!(
             texts(json!({ "type": "string", "format": "time" }), 200).iter().all(|time| !time[6..].starts_with("60"))
         );

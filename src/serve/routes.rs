@@ -155,6 +155,12 @@ impl Server {
             let message = format!("expected a body without `Content-Encoding`, found `{coding}`");
             return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
         }
+        let transfer = text(header::TRANSFER_ENCODING);
+        if !transfer.is_empty() && !transfer.eq_ignore_ascii_case("chunked") {
+            let transfer: String = transfer.chars().take(40).collect();
+            let message = format!("expected `Transfer-Encoding: chunked` or none, found `{transfer}`");
+            return Err(ApiError::new(StatusCode::NOT_IMPLEMENTED, message));
+        }
         // Browsers let a page of another site post a form here without a preflight request, but not JSON.
         if !text(header::CONTENT_TYPE).to_ascii_lowercase().starts_with("application/json") {
             let message = "expected a body with `Content-Type: application/json`";
@@ -722,7 +728,7 @@ fn object_of(sent: Option<&RawValue>) -> Result<Map<String, Value>, String> {
         true => serde_json::from_str(sent).map_err(|_| no_object())?,
         false => sent.to_string(),
     };
-    let text = if text.trim().is_empty() { "{}" } else { &text };
+    let text = if matches!(text.trim(), "" | "null") { "{}" } else { &text };
     if let Some(number) = beyond_64_bits(text) {
         return Err(format!("the number {number} has more than 64 bits, and the chat template would show another one"));
     }
@@ -785,7 +791,8 @@ fn messages(fields: &mut Fields<'_>) -> Result<Vec<Message>, ApiError> {
                         None => text.ok_or_else(|| ApiError::field(format!("{place}.text"), "is missing")),
                     }
                 };
-                parts.into_iter().map(text).collect::<Result<Vec<_>, _>>()?.concat()
+                // As vLLM and llama.cpp join them.
+                parts.into_iter().map(text).collect::<Result<Vec<_>, _>>()?.join("\n")
             }
         };
         Ok(Message { role, content, tool_calls, tool_call_id, name, reasoning_content })

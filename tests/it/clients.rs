@@ -449,7 +449,7 @@ fn earlier_messages_may_be_as_clients_keep_them() {
         let result = json!({ "role": "tool", "tool_call_id": "c1", "content": [{ "type": "text", "text": "9:00", "cache_control": { "type": "ephemeral" } }] });
         json!({ "messages": [{ "role": "user", "content": "Time?" }, call, result] })
     };
-    for arguments in [json!(""), json!("{}"), Value::Null, json!({})] {
+    for arguments in [json!(""), json!("{}"), json!("null"), Value::Null, json!({})] {
         assert_eq!(choice(&server, history(call(arguments)))["message"]["content"], "ok");
     }
     // Arguments show in the same way, however they were sent, also without a type and with what a client made of them.
@@ -679,6 +679,13 @@ fn what_is_no_plain_json_is_told_what_is_expected() {
         send(server.address, &request("POST", "/v1/completions", &head, body)).status
     };
     assert_eq!([coded("gzip"), coded("zstd"), coded("identity")], [415, 415, 200]);
+    let chunked = format!("{:x}\r\n{body}\r\n0\r\n\r\n", body.len());
+    let sent_as = |transfer: &str| {
+        let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n";
+        let request = format!("{head}Transfer-Encoding: {transfer}\r\n\r\n{chunked}");
+        send(server.address, &request).status
+    };
+    assert_eq!([sent_as("gzip, chunked"), sent_as("chunked")], [501, 200]);
     for (more, param, expected) in [
         (json!({ "stop": 5 }), "stop", "expected a text or a list of texts"),
         (

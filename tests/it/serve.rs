@@ -221,6 +221,12 @@ fn a_stream_is_the_reply_in_parts() {
         { "role": "system", "content": "You tell stories." },
         { "role": "user", "content": [{ "type": "text", "text": "Tell me of " }, { "type": "text", "text": "a fox." }] },
     ], "max_completion_tokens": 20, "temperature": 0, "logprobs": true, "top_logprobs": 2 });
+    // Parts are lines, as with vLLM and llama.cpp.
+    let ids = |content: Value| {
+        server.ok("/tokenize", &json!({ "messages": [{ "role": "user", "content": content }] }))["tokens"].clone()
+    };
+    let parts = json!([{ "type": "text", "text": "Tell me of" }, { "type": "text", "text": "a fox." }]);
+    assert_eq!(ids(parts), ids(json!("Tell me of\na fox.")));
     let whole = server.ok("/v1/chat/completions", &chat);
     let choice = &whole["choices"][0];
     assert_eq!((&whole["object"], &choice["message"]["role"]), (&json!("chat.completion"), &json!("assistant")));

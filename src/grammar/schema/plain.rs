@@ -168,7 +168,7 @@ fn formats(members: &mut Map<String, Value>) {
     let pattern = match members.get("format").and_then(Value::as_str) {
         Some("date") => format!("^{DATE}"),
         Some("time") => format!("^{TIME}"),
-        Some("date-time") => format!("^{DATE}.*[Tt]{TIME}"),
+        Some("date-time") => format!("^{DATE}(-[0-9]{{2}})?[Tt]{TIME}"),
         Some("hostname") => {
             let most = members.get("maxLength").and_then(Value::as_u64).unwrap_or(HOST_MAX);
             members.insert("maxLength".to_string(), json!(most.min(HOST_MAX)));
