@@ -114,6 +114,23 @@ pub enum GgufError {
     KindNotRead { file: String, tensor: String, kind: Kind },
 }
 
+impl GgufError {
+    /// Whether a file is not what its publisher has: no GGUF file, cut off, or without its parts.
+    pub fn is_incomplete(&self) -> bool {
+        use GgufError::{Magic, Outside, Part, PartMissing, PartTensors, Parts, Truncated};
+        matches!(
+            self,
+            Magic { .. }
+                | Truncated { .. }
+                | Outside { .. }
+                | PartMissing { .. }
+                | Part { .. }
+                | Parts { .. }
+                | PartTensors { .. }
+        )
+    }
+}
+
 /// Names of the types whose values are read.
 fn readable() -> String {
     let names: Vec<&str> = Kind::READ.iter().map(|kind| kind.name()).collect();

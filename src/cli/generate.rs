@@ -293,7 +293,7 @@ fn room_after(prompt_count: usize, manifest: &Manifest) -> Result<usize, Fault> 
             counted(context_max as u64, "token"),
             manifest.name
         ))
-        .with_remedy("shorten the prompt, or raise `context_max` in the manifest"));
+        .with_remedy("shorten the prompt, or raise `context_max` in the manifest; `monobloc init` writes one for a model that has none"));
     }
     Ok(context_max - prompt_count + 1)
 }

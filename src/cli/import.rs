@@ -15,7 +15,7 @@ use crate::text::counted;
 const REASONS_SHOWN: usize = 200;
 
 pub fn import(session: &Session, asked: &Import) -> Result<Outcome, Fault> {
-    let place = &asked.place;
+    let place = init::without_scheme(&asked.place);
     let text = place.to_string_lossy();
     let imported = if text.starts_with(init::HUB) && !place.exists() {
         let outline = init::hub_outline(&text, &mut |_| {})?;
@@ -54,8 +54,13 @@ pub fn import(session: &Session, asked: &Import) -> Result<Outcome, Fault> {
                 }
             }
             let count = counted(reasons.len() as u64, "reason");
-            return Err(Fault::input(format!("`{}` cannot be imported, for {count}", place.display()))
-                .with_remedy("`monobloc schema` lists what is modelled; what is not might change the result"));
+            let remedy = match reasons.iter().any(Reason::is_incomplete) {
+                true => config::FETCH_AGAIN,
+                false => "`monobloc schema` lists what is modelled; what is not might change the result",
+            };
+            return Err(
+                Fault::input(format!("`{}` cannot be imported, for {count}", place.display())).with_remedy(remedy)
+            );
         }
         Err(error) => return Err(error.into()),
     }

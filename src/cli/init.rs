@@ -120,7 +120,7 @@ impl Found {
         if source.starts_with(HUB) {
             return Found::of_hub(source, written);
         }
-        let place = Path::new(source);
+        let place = without_scheme(Path::new(source));
         let gguf = gguf(place);
         if let Some(gguf) = &gguf {
             is_named_gguf(gguf)?;
@@ -219,6 +219,12 @@ pub fn gguf(place: &Path) -> Option<PathBuf> {
         files::open(place).is_ok_and(|mut file| file.read_exact(&mut magic).is_ok()) && magic == *b"GGUF"
     };
     (place.is_file() && (has_suffix(place) || has_magic())).then(|| place.to_path_buf())
+}
+
+/// A path that may be named as a manifest names it: `path:model.gguf`.
+pub fn without_scheme(path: &Path) -> &Path {
+    let named = path.to_str().and_then(|text| text.strip_prefix("path:")).filter(|_| !path.exists());
+    named.map_or(path, Path::new)
 }
 
 /// A file of another name may be part of any checkpoint.

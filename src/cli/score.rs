@@ -119,7 +119,7 @@ pub fn logits(session: &Session, asked: &Logits) -> Result<Outcome, Fault> {
             manifest.name,
             ids.len()
         ))
-        .with_remedy("give fewer ids, or raise `context_max` in the manifest"));
+        .with_remedy("give fewer ids, or raise `context_max` in the manifest; `monobloc init` writes one for a model that has none"));
     }
     let ready = session.ready(&given, &target, Talk::Work, &asked.checks)?;
     let vocab = ready.vocab;
@@ -159,7 +159,7 @@ pub fn compare(session: &Session, asked: &Compare) -> Result<Outcome, Fault> {
             counted(needed as u64, "position"),
             manifest.name
         ))
-        .with_remedy("raise `context_max` in the manifest"));
+        .with_remedy("raise `context_max` in the manifest; `monobloc init` writes one for a model that has none"));
     }
     let workspace = session.workspace(if asked.json { Talk::Nothing } else { Talk::Work })?;
     let checking = Checking::of(asked.checks.unchecked);

@@ -173,6 +173,7 @@ fn open_cache(places: &Places, told_of_share: &Arc<AtomicBool>) -> Result<Cache,
 
 /// Reads the source of a model: the folder of an export, or what [`resolved_manifest`] takes.
 pub fn read_given(path: &Path, target: Option<&str>, root: &Path, style: Style) -> Result<Given, Fault> {
+    let path = init::without_scheme(path);
     match Exported::is_at(path) {
         true => Ok(Given::exported(Exported::open(path)?)),
         false => Ok(Given::built(resolved_manifest(path, target.as_slice(), root, style)?)),
@@ -184,6 +185,7 @@ pub fn read_given(path: &Path, target: Option<&str>, root: &Path, style: Style) 
 /// that cannot be built. A built-in model is written below `root`, the folder of the cache.
 fn resolved_manifest(path: &Path, targets: &[&str], root: &Path, style: Style) -> Result<Manifest, Fault> {
     let styled = |error: ManifestError| error.into_fault(style);
+    let path = init::without_scheme(path);
     let mut manifest = match builtin::manifest(path) {
         Some(text) if !path.exists() => Manifest::parse(&text, &path.with_extension("toml")).map_err(styled)?,
         _ if is_model(path) => unwritten(path, targets, style)?,

@@ -429,7 +429,7 @@ fn added<'t>(tokens: &[Token<'t>], strips_after: bool) -> Vec<Json> {
     let plain = ["<unk>", "<s>", "<|endoftext|>"];
     own.map(|Token { text, id, kind }| {
         let special = *kind != USER_DEFINED;
-        let rstrip = strips_after && special && !plain.contains(text);
+        let rstrip = strips_after && !plain.contains(text);
         json!({
             "id": id, "content": text, "special": special, "normalized": false,
             "single_word": false, "lstrip": false, "rstrip": rstrip,

@@ -21,7 +21,7 @@ use safetensors::SafeTensors;
 use serde_json::{Value, json};
 
 use crate::cli_support::Place;
-use crate::gguf_writer::{Meta, Writer};
+use crate::gguf_writer::{Meta, Tensor, Writer};
 use crate::support::{fixture, max_difference};
 
 const BF16: u32 = 30;
@@ -667,6 +667,56 @@ fn metadata_that_is_not_modelled_is_refused() {
     assert!(found.contains("is stored as Q2_K, which is not read: expected F32, F16, BF16, Q8_0"), "{found}");
 }
 
+/// Gives the tokens from 260 on, which only fill the table up, these texts and types.
+fn name_tokens(model: &mut Writer, named: &[(&str, i32)]) {
+    for (_, value) in &mut model.metadata {
+        for (id, (text, kind)) in (260..).zip(named) {
+            match value {
+                Meta::Texts(tokens) if tokens.len() == 320 => tokens[id] = text.to_string(),
+                Meta::I32s(kinds) if kinds.len() == 320 => kinds[id] = *kind,
+                _ => {}
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_that_end_an_answer_are_known_by_their_text() {
+    let ends = |named: &[(&str, i32)], change: &dyn Fn(&mut Writer)| {
+        let mut model = llama();
+        name_tokens(&mut model, named);
+        change(&mut model);
+        imported(&model).unwrap().graph.eos
+    };
+    // User-defined and plain tokens, as some converters write them.
+    assert_eq!(ends(&[("<|end|>", 4), ("<|eot_id|>", 1)], &|_| ()), [257, 258, 260, 261]);
+    // gpt-oss: a message of the channel of thoughts ends, and the answer follows.
+    let channels = [("<|end|>", 3), ("<|return|>", 3), ("<|call|>", 3)];
+    assert_eq!(ends(&channels[..2], &|_| ()), [257, 258, 260, 261]);
+    assert_eq!(ends(&channels, &|_| ()), [257, 258, 261, 262]);
+    let eot = |model: &mut Writer| model.set("tokenizer.ggml.eot_token_id", Meta::U32(260));
+    assert_eq!(ends(&channels, &eot), [257, 258, 261, 262]);
+}
+
+/// The first files of Phi-3-mini-4k have no key for it.
+#[test]
+fn early_files_of_phi_3_have_the_window_of_their_model() {
+    let mut model = converted(&Checkpoint::read("families/phi3", json!({})), "phi3");
+    let window = |model: &Writer| imported(model).unwrap().graph.layers[0].attention().unwrap().window;
+    model.metadata.retain(|(key, _)| key != "phi3.attention.sliding_window");
+    model.set("phi3.context_length", Meta::U32(4096));
+    assert_eq!(window(&model), None);
+    let layer: Vec<Tensor> = model.tensors.iter().filter(|tensor| tensor.name.starts_with("blk.0.")).cloned().collect();
+    model.tensors.retain(|tensor| !tensor.name.starts_with("blk."));
+    model.set("phi3.block_count", Meta::U32(32));
+    for l in 0..32 {
+        let of =
+            |tensor: &Tensor| Tensor { name: tensor.name.replacen("blk.0", &format!("blk.{l}"), 1), ..tensor.clone() };
+        model.tensors.extend(layer.iter().map(of));
+    }
+    assert_eq!(window(&model), Some(2047));
+}
+
 #[test]
 fn a_vocabulary_of_the_metadata_is_a_tokenizer() {
     let dir = tempfile::tempdir().unwrap();
@@ -740,6 +790,21 @@ fn scores_of_sentencepiece_become_merges() {
     assert_eq!(tokenizer.encode("abb", false).unwrap(), [264, 261]);
     assert_eq!(tokenizer.encode("é", false).unwrap(), [259, 3 + 0xC3, 3 + 0xA9]);
     assert_eq!(tokenizer.decode(&[264, 263, 3 + 0xC3, 3 + 0xA9], true).unwrap(), "ab aé");
+    // Tokens of Phi-3 take the spaces after them, whatever their type.
+    let mut phi = model.clone();
+    for (_, value) in &mut phi.metadata {
+        match value {
+            Meta::Texts(tokens) => tokens.push("<|user|>".to_string()),
+            Meta::I32s(kinds) => kinds.push(4),
+            Meta::F32s(scores) => scores.push(0.0),
+            _ => {}
+        }
+    }
+    for (name, has_newline) in [("Phi3", false), ("another", true)] {
+        phi.text("general.name", name);
+        let ids = load(&phi).unwrap().encode("<|user|>\nab", false).unwrap();
+        assert_eq!((ids.contains(&266), ids.contains(&(3 + 0x0A))), (true, has_newline), "{name}: {ids:?}");
+    }
     model.set("tokenizer.ggml.add_space_prefix", Meta::Truth(false));
     assert_eq!(load(&model).unwrap().encode("ab", false).unwrap(), [262]);
     model.set("tokenizer.ggml.scores", Meta::F32s(vec![0.0]));
@@ -764,4 +829,15 @@ fn commands_take_a_gguf_file() {
     place.write("folder/m.gguf", llama().bytes());
     let told = place.run("import folder").code(0);
     assert!(told.stdout.contains("read ") && told.stdout.contains("bytes of weight headers"), "{told:#?}");
+    assert_eq!(place.run("import path:folder/m.gguf").code(0).stdout, told.stdout);
+    assert_eq!(
+        place.run(&format!("{} --target cpu", text.replace("WHAT", "path:folder/m.gguf"))).code(0).stdout,
+        named.stdout
+    );
+    // A download that ended early.
+    let whole = llama().bytes();
+    place.write("folder/m.gguf", &whole[..whole.len() / 2]);
+    for command in ["import folder", "generate folder --prompt ab"] {
+        place.run(command).refused(&["fetch it again"]);
+    }
 }

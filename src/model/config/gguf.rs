@@ -504,13 +504,13 @@ impl Metadata<'_> {
             self.any(&key).and_then(Value::integer).or(default)
         };
         let bos = id("bos", sentencepiece.then_some(1));
-        let mut ends = vec![id("eos", sentencepiece.then_some(2)), id("eot", None), id("eom", None)];
-        let (tokens, kinds) =
-            (self.any("tokenizer.ggml.tokens").cloned(), self.any("tokenizer.ggml.token_type").cloned());
-        if let (Some(Value::Texts(tokens)), Some(Value::Integers(kinds))) = (tokens, kinds) {
-            ends.extend(ends_of(&tokens, &kinds).map(Some));
+        let eos = id("eos", sentencepiece.then_some(2));
+        let mut ends: Vec<i64> = [eos, id("eot", None), id("eom", None)].into_iter().flatten().collect();
+        if let Some(Value::Texts(tokens)) = self.any("tokenizer.ggml.tokens") {
+            ends.extend(ends_of(tokens));
+            let of_message = end_of_message(tokens).filter(|id| Some(*id) != eos);
+            ends.retain(|id| Some(*id) != of_message);
         }
-        let mut ends: Vec<i64> = ends.into_iter().flatten().collect();
         // Files of Ollama have all of them in a list.
         if let Some(Value::Integers(more)) = self.any("tokenizer.ggml.eos_token_ids") {
             ends.extend(more);
@@ -563,11 +563,16 @@ fn class_of(architecture: &str) -> &'static str {
     ARCHITECTURES.iter().find(|own| own.name == architecture).map_or("", |own| own.class)
 }
 
-/// Control tokens whose text ends an answer.
-fn ends_of(tokens: &Texts, kinds: &[i64]) -> impl Iterator<Item = i64> {
-    const CONTROL: i64 = 3;
-    let ends = tokens.iter().zip(kinds).enumerate();
-    ends.filter(|(_, (text, kind))| **kind == CONTROL && ENDS.contains(text)).map(|(id, _)| id as i64)
+/// Tokens whose text ends an answer. As in llama.cpp they may be of any type: some converters wrote them as user-defined ones.
+fn ends_of(tokens: &Texts) -> impl Iterator<Item = i64> {
+    tokens.iter().enumerate().filter(|(_, text)| ENDS.contains(text)).map(|(id, _)| id as i64)
+}
+
+/// The token `<|end|>` where an answer has messages in several channels (gpt-oss, known by two other ends): it ends a message, and the answer goes on.
+/// As in llama.cpp.
+fn end_of_message(tokens: &Texts) -> Option<i64> {
+    let id_of = |text| tokens.iter().position(|own| own == text).map(|id| id as i64);
+    id_of("<|return|>").and(id_of("<|call|>")).and(id_of("<|end|>"))
 }
 
 fn llama(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
@@ -805,7 +810,10 @@ fn phi3(m: &mut Metadata<'_>, config: &mut Map<String, Json>) {
     m.rms(config);
     m.theta("rope_theta", config);
     m.rotated("partial_rotary_factor", head_dim, false, config);
-    if let Some(window) = m.count("attention.sliding_window").filter(|window| *window > 0) {
+    // Files from before the key existed lack it: Phi-3-mini-4k and -medium-4k have this window (llama.cpp, pull request 8931).
+    let is_4k = m.count("context_length") == Some(4096) && matches!(m.count("block_count"), Some(32 | 40));
+    let window = m.count("attention.sliding_window").or(is_4k.then_some(2047));
+    if let Some(window) = window.filter(|window| *window > 0) {
         config.insert("sliding_window".to_string(), json!(window));
     }
     let trained = m.count("rope.scaling.original_context_length");

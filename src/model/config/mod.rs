@@ -90,11 +90,18 @@ impl From<ImportError> for Fault {
             ImportError::File(error) => Fault::from(error),
             ImportError::Syntax { .. } => Fault::input(message),
             ImportError::NoDraft { .. } => Fault::input(message).with_remedy(NO_DRAFT),
+            ImportError::Refused { reasons, .. } if reasons.iter().any(Reason::is_incomplete) => {
+                Fault::input(message).with_remedy(FETCH_AGAIN)
+            }
             ImportError::Refused { .. } => Fault::input(message)
                 .with_remedy("what is not modelled is refused, because it might change the result; see docs/models.md"),
         }
     }
 }
+
+/// What to do about a file that is not what its publisher has.
+pub const FETCH_AGAIN: &str =
+    "fetch it again, with all parts of the model beside each other; `git lfs pull` replaces a pointer of Git LFS";
 
 /// What to do without a draft.
 const NO_DRAFT: &str = "leave out `--draft`, or propose tokens of the text itself with `--lookup`; docs/models.md names the families that have one";

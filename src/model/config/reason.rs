@@ -64,6 +64,11 @@ impl Reason {
         self
     }
 
+    /// Whether a file is not what its publisher has, so that another copy may be read.
+    pub fn is_incomplete(&self) -> bool {
+        matches!(self, Reason::Weights(WeightsError::GgufFile(fault)) if fault.is_incomplete())
+    }
+
     /// The reason on a line of bounded length.
     pub fn shown(&self) -> String {
         let text = printable_line(&self.to_string()).into_owned();
