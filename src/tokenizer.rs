@@ -294,6 +294,8 @@ pub struct Tokenizer {
     /// Chat templates by name, and their file.
     templates: BTreeMap<String, String>,
     templates_path: PathBuf,
+    /// Whether the template wants texts as lists of parts: without tools, and with them. Once one was asked.
+    wants_parts: [OnceLock<bool>; 2],
     /// The model's vocabulary, once `check_vocab` has compared it.
     vocab: OnceLock<u32>,
 }
@@ -366,7 +368,8 @@ impl Tokenizer {
         let (templates, templates_path) = (config.templates, config_path);
         let marks = MARKS.iter().filter_map(|mark| backend.token_to_id(mark)).collect();
         let named = config.named.into_iter().map(|(name, token)| (name, token.content)).collect();
-        Ok(Tokenizer { path, backend, special, marks, ends, named, templates, templates_path, vocab: OnceLock::new() })
+        let (wants_parts, vocab) = Default::default();
+        Ok(Tokenizer { path, backend, special, marks, ends, named, templates, templates_path, wants_parts, vocab })
     }
 
     /// Compares with `vocab`, the rows of the model's embedding table; afterwards `encode` gives no id beyond it.
@@ -627,11 +630,26 @@ impl Tokenizer {
     }
 
     fn apply_chat_at(&self, chat: &Chat, now: SystemTime) -> Result<String, TokenizerError> {
+        let (template, has_tools) = (self.template(!chat.tools.is_empty())?, !chat.tools.is_empty());
+        let wants_parts = &self.wants_parts[usize::from(has_tools)];
+        let wants_parts = *wants_parts.get_or_init(|| self.shows_parts_alone(template, chat, now));
+        self.rendered(template, chat, wants_parts, now)
+    }
+
+    /// Whether a template leaves the text of a message out unless it is a list of parts, as templates of some multimodal models do.
+    fn shows_parts_alone(&self, template: &str, chat: &Chat, now: SystemTime) -> bool {
+        const TEXT: &str = "probe_text";
+        let probe = Chat { messages: vec![Message::new("user", TEXT)], ..chat.clone() };
+        let shows = |parts| self.rendered(template, &probe, parts, now).is_ok_and(|written| written.contains(TEXT));
+        !shows(false) && shows(true)
+    }
+
+    /// What `template` makes of a conversation. `parts`: texts of messages are lists of one part.
+    fn rendered(&self, template: &str, chat: &Chat, parts: bool, now: SystemTime) -> Result<String, TokenizerError> {
         let Chat { messages, tools, reply, settings } = chat;
-        let template = self.template(!tools.is_empty())?;
         let mut context: BTreeMap<&str, Value> =
             self.named.iter().map(|(name, token)| (name.as_str(), Value::from(token.as_str()))).collect();
-        let messages: Vec<Value> = messages.iter().map(|message| shown(message, template)).collect();
+        let messages: Vec<Value> = messages.iter().map(|message| shown(message, template, parts)).collect();
         context.insert("messages", Value::from(messages));
         context.insert("add_generation_prompt", Value::from(*reply));
         // transformers passes these always, so that templates test them with `is none`.
@@ -644,10 +662,13 @@ impl Tokenizer {
     }
 }
 
-/// A message as a template reads it.
-fn shown(message: &Message, template: &str) -> Value {
+/// A message as a template reads it; with its text as a list of one part, if `parts`.
+fn shown(message: &Message, template: &str, parts: bool) -> Value {
     let Message { content, tool_calls, tool_call_id, reasoning_content, .. } = message;
     let mut members = json!(message);
+    if parts && !content.is_empty() {
+        members["content"] = json!([{ "type": "text", "text": content }]);
+    }
     let thought = reasoning_content.as_ref().filter(|_| template.contains(".thinking"));
     // The template of gpt-oss refuses a call with thoughts and a text.
     if let Some(thought) = thought.filter(|_| tool_calls.is_empty() || content.is_empty()) {
@@ -1510,6 +1531,17 @@ mod tests {
         assert_eq!(end(json!({ "eos_token": "<|end_of_text|>" }), 1024), Some(1));
         assert_eq!(end(json!({ "eos_token": { "content": "<|new|>" } }), 1024), None, "beyond the vocabulary");
         assert_eq!(end(json!({}), 1024), None);
+    }
+
+    #[test]
+    fn a_template_of_parts_shows_texts() {
+        let template = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}";
+        let messages = [Message::new("user", "hi"), Message::new("assistant", "")];
+        let written =
+            |template: &str| with_config(json!({ "chat_template": template })).apply_chat(&messages, false).unwrap();
+        assert_eq!(written(template), "[user]hi[assistant]");
+        let both = template.replace("{% for p in", "{% if m.content is string %}{{ m.content }}{% endif %}{% for p in");
+        assert_eq!(written(&both), "[user]hi[assistant]");
     }
 
     #[test]
