@@ -16,15 +16,16 @@ use super::arguments::Chat;
 use super::choosing;
 use super::generate::tokens;
 use super::places;
-use super::printer::{Form, Printer};
+use super::printer::{Form, Printer, Special};
 use super::session::{Session, Talk, choose_target, text_tokenizer};
 use super::terminal::interrupt;
 use crate::error::{Fault, Tier};
 use crate::manifest::Manifest;
 use crate::pipeline::{Runner, Tokens};
 use crate::sample::{End, Request};
+use crate::serve::OfChannels;
 use crate::text::counted;
-use crate::tokenizer::{self, Message};
+use crate::tokenizer::{self, Message, Prompt, Thinking};
 
 /// Longest line that is read as a message.
 const LINE_BYTES_MAX: u64 = 64 << 20;
@@ -131,7 +132,7 @@ impl Conversation<'_> {
     fn turn(&mut self, text: &str) -> Result<(), Fault> {
         self.messages.push(Message::new("user", text));
         match self.answer() {
-            Ok(answer) => self.messages.push(Message::new("assistant", answer)),
+            Ok(answer) => self.messages.push(answer),
             Err(fault) => {
                 self.messages.pop();
                 // The tokenizer's process ends if it cannot answer; start another one.
@@ -142,19 +143,21 @@ impl Conversation<'_> {
         Ok(())
     }
 
-    fn answer(&mut self) -> Result<String, Fault> {
+    fn answer(&mut self) -> Result<Message, Fault> {
         let Conversation { session, manifest, max_tokens, request, words, runner, messages, thinking, .. } = self;
         let terminal = &session.terminal;
         let _deferred = interrupt::defer();
         let chat = tokenizer::Chat { settings: thinking.clone(), ..tokenizer::Chat::new(messages.clone()) };
-        let prompt = words.encode_chat(chat)?.ids;
+        let Prompt { ids: prompt, thinking } = words.encode_chat(chat)?;
         let context_max = manifest.decode.context_max as usize;
         if prompt.len() > context_max {
             let message = format!("the conversation has {}, and `context_max` is {context_max}", tokens(prompt.len()));
             return Err(Fault::input(message)
                 .with_remedy("/reset begins a new conversation; a manifest may have a larger `context_max`"));
         }
-        let mut printer = Printer::new(session, Form::Text, Some(words), true)?;
+        let has_channels = matches!(thinking, Thinking::Channels(_));
+        let special = if has_channels { Special::Channels } else { Special::Hidden };
+        let mut printer = Printer::new(session, Form::Text, Some(words), special)?;
         runner.make_ready(&prompt, 0)?;
         let begun = Instant::now();
         let (mut first, mut last) = (None, begun);
@@ -175,7 +178,7 @@ impl Conversation<'_> {
         if let Some(fault) = failed {
             return Err(fault);
         }
-        let text = printer.finish(false)?.text;
+        let printed = printer.finish(false)?;
         let (count, first) = (answer.tokens.len(), first.unwrap_or(last));
         let decode_s = (last - first).as_secs_f64();
         let rate = match count > 1 && decode_s > 0.0 {
@@ -199,7 +202,13 @@ impl Conversation<'_> {
             (first - begun).as_secs_f64() * 1e3,
             context_max.saturating_sub(used),
         ));
-        Ok(text)
+        Ok(match printed.channels {
+            None => Message::new("assistant", printed.text),
+            Some(OfChannels { thoughts, answer, .. }) => {
+                let reasoning_content = Some(thoughts).filter(|thoughts| !thoughts.is_empty());
+                Message { reasoning_content, ..Message::new("assistant", answer) }
+            }
+        })
     }
 
     /// Writes the conversation to a new file.

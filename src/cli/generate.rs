@@ -9,7 +9,7 @@ use serde_json::json;
 use super::Outcome;
 use super::arguments::Generate;
 use super::choosing;
-use super::printer::{Form, Printed, Printer};
+use super::printer::{Form, Printed, Printer, Special};
 use super::proposes::Proposes;
 use super::session::{Session, Talk, choose_target, tokenizer};
 use super::terminal::interrupt;
@@ -20,7 +20,7 @@ use crate::pipeline::Tokens;
 use crate::sample::{Decided, End, RequestSettings};
 use crate::speculate::Speculated;
 use crate::text::counted;
-use crate::tokenizer::{Chat, Message, check_ids, without_thinking};
+use crate::tokenizer::{Chat, Message, Thinking, check_ids, without_thinking};
 
 /// Why the generation ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,7 +88,8 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     };
     let mut ready =
         session.ready(&given, &target, if form == Form::Text { Talk::Work } else { Talk::Nothing }, &asked.checks)?;
-    let prompt = prompt_ids(tokenizer.as_mut(), asked, prompt_text.as_deref().unwrap_or_default(), ready.vocab)?;
+    let (prompt, thinking) =
+        prompt_ids(tokenizer.as_mut(), asked, prompt_text.as_deref().unwrap_or_default(), ready.vocab)?;
     if let Some(tokenizer) = &mut tokenizer {
         ready.end_also(tokenizer.end(ready.vocab)?);
     }
@@ -106,9 +107,14 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     runner.make_ready(&prompt, proposes.most())?;
 
     let has_text = tokenizer.is_some();
-    // Special tokens are printed only with `--ignore-eos`, where they show what the model says after its end.
-    let mut printer = Printer::new(session, form, tokenizer.as_mut(), !asked.ignore_eos)?
-        .stop_at(&asked.stop, settings.min_tokens as usize);
+    let special = match thinking {
+        // They show what the model says after its end.
+        _ if asked.ignore_eos => Special::Shown,
+        Thinking::Channels(_) => Special::Channels,
+        _ => Special::Hidden,
+    };
+    let mut printer =
+        Printer::new(session, form, tokenizer.as_mut(), special)?.stop_at(&asked.stop, settings.min_tokens as usize);
     // A pipe gets only the generated text; a terminal shows the prompt too.
     let echoes = asked.echo || (session.terminal.stdout_is_terminal() && asked.chat.is_none());
     if let Some(text) = prompt_text.filter(|_| echoes && form == Form::Text) {
@@ -164,16 +170,21 @@ fn settings(asked: &Generate) -> Result<RequestSettings, Fault> {
 }
 
 /// The ids that are continued. Each is one of the model's vocabulary.
-fn prompt_ids(tokenizer: Option<&mut Tokens>, asked: &Generate, text: &str, vocab: u32) -> Result<Vec<u32>, Fault> {
-    let prompt = match tokenizer {
+fn prompt_ids(
+    tokenizer: Option<&mut Tokens>,
+    asked: &Generate,
+    text: &str,
+    vocab: u32,
+) -> Result<(Vec<u32>, Thinking), Fault> {
+    let (prompt, thinking) = match tokenizer {
         Some(tokenizer) => {
             tokenizer.check_vocab(vocab)?;
             encode(tokenizer, asked, text)?
         }
-        None => asked.ids.iter().flat_map(|ids| ids.0.iter().copied()).collect(),
+        None => (asked.ids.iter().flat_map(|ids| ids.0.iter().copied()).collect(), Thinking::None),
     };
     check_ids(&prompt, vocab)?;
-    Ok(prompt)
+    Ok((prompt, thinking))
 }
 
 /// The facts for the last line.
@@ -270,14 +281,15 @@ fn prompt_text(asked: &Generate) -> Result<Option<String>, Fault> {
     })
 }
 
-fn encode(tokenizer: &mut Tokens, asked: &Generate, text: &str) -> Result<Vec<u32>, Fault> {
+fn encode(tokenizer: &mut Tokens, asked: &Generate, text: &str) -> Result<(Vec<u32>, Thinking), Fault> {
     if asked.chat.is_none() || asked.raw {
-        return tokenizer.encode(text, !asked.raw);
+        return Ok((tokenizer.encode(text, !asked.raw)?, Thinking::None));
     }
     let system = asked.system.iter().map(|system| Message::new("system", system));
     let messages: Vec<Message> = system.chain([Message::new("user", text)]).collect();
     let settings = if asked.no_think { without_thinking() } else { Default::default() };
-    Ok(tokenizer.encode_chat(Chat { settings, ..Chat::new(messages) })?.ids)
+    let prompt = tokenizer.encode_chat(Chat { settings, ..Chat::new(messages) })?;
+    Ok((prompt.ids, prompt.thinking))
 }
 
 /// Number of tokens that can be generated after a prompt; the last of them needs no place in the cache.

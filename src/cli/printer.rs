@@ -6,6 +6,7 @@ use super::session::Session;
 use crate::error::Fault;
 use crate::pipeline::Tokens;
 use crate::sample::Decided;
+use crate::serve::OfChannels;
 use crate::tokenizer::{Stopped, certain};
 
 /// The form of the output.
@@ -19,12 +20,24 @@ pub enum Form {
     Lines,
 }
 
+/// What becomes of special tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Special {
+    /// They are left out.
+    Hidden,
+    Shown,
+    /// They tell what is thought and what is the answer.
+    Channels,
+}
+
 /// Takes tokens as they are generated, and prints them in one form.
 pub struct Printer<'a> {
     session: &'a Session,
     form: Form,
     /// `None`: ids.
     stream: Option<&'a mut Tokens>,
+    /// Of a text that has channels.
+    channels: Option<OfChannels>,
     /// Everything that was printed, or would have been.
     text: String,
     /// Log-probabilities of the tokens, if they were asked for.
@@ -39,7 +52,7 @@ pub struct Printer<'a> {
 }
 
 impl<'a> Printer<'a> {
-    /// Begins a text whose tokens arrive one by one. Special tokens are left out if they are `hidden`.
+    /// Begins a text whose tokens arrive one by one.
     ///
     /// # Errors
     /// A tokenizer whose process was lost.
@@ -47,15 +60,16 @@ impl<'a> Printer<'a> {
         session: &'a Session,
         form: Form,
         mut stream: Option<&'a mut Tokens>,
-        hidden: bool,
+        special: Special,
     ) -> Result<Printer<'a>, Fault> {
         if let Some(tokenizer) = &mut stream {
-            tokenizer.stream(hidden)?;
+            tokenizer.stream(special == Special::Hidden)?;
         }
         Ok(Printer {
             session,
             form,
             stream,
+            channels: (special == Special::Channels).then(OfChannels::begin),
             text: String::new(),
             logprobs: vec![],
             count: 0,
@@ -78,7 +92,10 @@ impl<'a> Printer<'a> {
     pub fn token(&mut self, decided: &Decided) -> Result<bool, Fault> {
         let id = decided.token;
         let piece = match &mut self.stream {
-            Some(stream) => stream.push(id)?,
+            Some(stream) => {
+                let piece = stream.push(id)?;
+                self.channels.as_mut().map(|channels| channels.push(&piece)).unwrap_or(piece)
+            }
             None if self.form == Form::Text && self.count > 0 => format!(",{id}"),
             None if self.form == Form::Text => id.to_string(),
             None => String::new(),
@@ -117,7 +134,10 @@ impl<'a> Printer<'a> {
     /// # Errors
     /// As [`Printer::token`].
     pub fn finish(mut self, stopped: bool) -> Result<Printed, Fault> {
-        let rest = self.stream.as_mut().map(|stream| stream.finish()).transpose()?.unwrap_or_default();
+        let mut rest = self.stream.as_mut().map(|stream| stream.finish()).transpose()?.unwrap_or_default();
+        if let Some(channels) = &mut self.channels {
+            rest = channels.push(&rest) + &channels.finish();
+        }
         let before = self.text.len();
         if !stopped {
             self.pending.push_str(&rest);
@@ -131,7 +151,7 @@ impl<'a> Printer<'a> {
             self.session.terminal.print("\n")?;
         }
         let rest = self.text.split_off(before);
-        Ok(Printed { text: self.text + &rest, rest, logprobs: self.logprobs })
+        Ok(Printed { text: self.text + &rest, rest, channels: self.channels, logprobs: self.logprobs })
     }
 }
 
@@ -141,6 +161,8 @@ pub struct Printed {
     pub text: String,
     /// The end of the text, which was held back until the last token.
     pub rest: String,
+    /// Of a text that has channels: its thoughts and its answer.
+    pub channels: Option<OfChannels>,
     /// One JSON object for each token, if log-probabilities were asked for.
     pub logprobs: Vec<Value>,
 }

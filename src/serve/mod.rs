@@ -49,6 +49,7 @@ use routes::Server;
 
 pub use desk::StartTokens;
 pub use log::{Entry, Told};
+pub use reader::OfChannels;
 
 /// Threads that tokenize text, and threads that wait for peers.
 const ENCODERS: usize = 2;

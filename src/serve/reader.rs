@@ -69,6 +69,51 @@ enum Place {
     Channels(harmony::Place),
 }
 
+/// A text of channels as other models write theirs: thoughts between tags, then the answer.
+#[derive(Debug)]
+pub struct OfChannels {
+    reader: Reader,
+    is_thought: bool,
+    pub thoughts: String,
+    pub answer: String,
+}
+
+impl OfChannels {
+    pub fn begin() -> OfChannels {
+        let reader = Reader::new(Sought { reasoning: true, thinks: false, channels: true, calls: None });
+        OfChannels { reader, is_thought: false, thoughts: String::new(), answer: String::new() }
+    }
+
+    /// Takes the next part, with its special tokens. Returns what is certain now.
+    pub fn push(&mut self, text: &str) -> String {
+        let pieces = self.reader.push(text);
+        self.shown(pieces)
+    }
+
+    /// Returns the rest.
+    pub fn finish(&mut self) -> String {
+        let pieces = self.reader.finish("stop");
+        self.shown(pieces)
+    }
+
+    fn shown(&mut self, pieces: Vec<Piece>) -> String {
+        let mut shown = String::new();
+        for piece in pieces {
+            let (text, is_thought) = match piece {
+                Piece::Reasoning(text) => (text, true),
+                Piece::Text(text) => (text, false),
+                Piece::Call(_) => continue,
+            };
+            if is_thought != std::mem::replace(&mut self.is_thought, is_thought) {
+                shown += &if is_thought { format!("{THINK_BEGIN}\n") } else { format!("\n{THINK_END}\n\n") };
+            }
+            shown += &text;
+            if is_thought { &mut self.thoughts } else { &mut self.answer }.push_str(&text);
+        }
+        shown
+    }
+}
+
 /// Reads one text, which arrives in parts.
 #[derive(Debug, Clone)]
 pub struct Reader {

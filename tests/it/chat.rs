@@ -4,9 +4,10 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Command, Stdio};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::cli_support::{Answer, Place};
+use crate::scripted::write_channels;
 use crate::skipped;
 use crate::support::fixture;
 
@@ -34,6 +35,23 @@ fn decoded(answer: &Answer) -> Vec<(usize, usize)> {
         Some((new.parse().ok()?, all.parse().ok()?))
     };
     answer.stderr.lines().filter_map(line).collect()
+}
+
+/// As `serve` does, thoughts are apart from the answer, and the history has the answer.
+#[test]
+fn channels_are_thoughts_and_an_answer() {
+    let place = Place::new();
+    let thought = ["<|channel|>", "analysis", "<|message|>", "Hm.", "<|end|>", "<|start|>"];
+    let answer = ["assistant<|channel|>final<|message|>Fo", "ur", "<|return|>"];
+    write_channels(&place.path("scripted"), &[&thought[..], &answer].concat());
+    let shown = "<think>\nHm.\n</think>\n\nFour\n";
+    let run = |arguments: &str| Answer::of(place.command(arguments).write_stdin("Hi\n/save c.json\n")).code(0);
+    assert_eq!(run("chat scripted").stdout, shown);
+    let saved: Value = serde_json::from_slice(&fs::read(place.path("c.json")).unwrap()).unwrap();
+    let said = &saved["messages"][1];
+    assert_eq!((&said["content"], &said["reasoning_content"]), (&json!("Four"), &json!("Hm.")));
+    assert_eq!(run("generate scripted --chat Hi").stdout, shown);
+    assert!(run("generate scripted --chat Hi --ignore-eos").stdout.starts_with("<|channel|>analysis<|message|>Hm."));
 }
 
 #[test]

@@ -25,7 +25,7 @@ pub const XML_TOOLS: &str = "{% for t in tools or [] %}{{ t | tojson }}\n{% endf
     {% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}\
     {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 /// Writes channels and calls as gpt-oss does.
-pub const CHANNELS: &str = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}{% if m.tool_calls %}\
+const CHANNELS: &str = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}{% if m.tool_calls %}\
     {% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}\
     <|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>\
     {{ m.tool_calls[0].function.arguments | tojson }}<|call|>\
@@ -92,6 +92,15 @@ pub fn write(folder: &Path, script: &[&[u8]], template: &str, change: impl FnOnc
         fs::write(folder.join(name), value.to_string()).unwrap();
     }
     write_weights(folder, rows, hidden, &ids);
+}
+
+/// Makes a folder of a checkpoint that answers with `script`, and whose tokens of channels are special ones.
+pub fn write_channels(folder: &Path, script: &[&str]) {
+    let special = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|return|>"];
+    let others = special.iter().filter(|token| !script.contains(token));
+    let script: Vec<&[u8]> = script.iter().chain(others).map(|token| token.as_bytes()).collect();
+    fs::create_dir(folder).unwrap();
+    write(folder, &script, CHANNELS, |_, tokenizer| tokenizer["additional_special_tokens"] = json!(special));
 }
 
 fn write_weights(folder: &Path, rows: usize, hidden: usize, ids: &[usize]) {
