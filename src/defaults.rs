@@ -170,7 +170,7 @@ const SUMS_OF_HELD: u32 = 2 * REDUCE_BATCH;
 
 /// With codes of 4 bits: a slot for those units of the model's width that a warp holds at once. So a warp waits for one chunk at a time, and the
 /// compiler knows where each unit lies in it. Batches of sums are twice as long: half of the barriers of a long task (docs/perf/decode.md, entry 60).
-/// `None`: other weights, or too little room for four such slots beside the sums.
+/// `None`: other weights, or too little room for four such slots and the sums.
 fn slot_of_held(graph: &ModelGraph, precision: Precision, warps: u32, room: u64) -> Option<u32> {
     let format = up_format(graph, precision);
     let granules = graph.hidden.div_ceil(format.granule_k()).max(1);

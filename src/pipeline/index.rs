@@ -5,7 +5,7 @@
 //!
 //! An index is a hint. Only the lines of this build's schedules are read, so what it names wrongly costs two requests a target, and the
 //! build then asks as if there were no index. If a part has the content that the index says, the index stands for its link (`attest`), too:
-//! both are entries beside the part. A cubin is used only under the key that its source gives.
+//! both are entries of their own. A cubin is used only if its source gives the key that the index names.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
