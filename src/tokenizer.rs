@@ -630,7 +630,8 @@ impl Tokenizer {
     }
 
     fn apply_chat_at(&self, chat: &Chat, now: SystemTime) -> Result<String, TokenizerError> {
-        let (template, has_tools) = (self.template(!chat.tools.is_empty())?, !chat.tools.is_empty());
+        let has_tools = !chat.tools.is_empty();
+        let template = self.template(has_tools)?;
         let wants_parts = &self.wants_parts[usize::from(has_tools)];
         let wants_parts = *wants_parts.get_or_init(|| self.shows_parts_alone(template, chat, now));
         self.rendered(template, chat, wants_parts, now)

@@ -25,7 +25,7 @@ use crate::pipeline::{Runner, Tokens};
 use crate::sample::{End, Request};
 use crate::serve::OfChannels;
 use crate::text::counted;
-use crate::tokenizer::{self, Message, Prompt, Thinking};
+use crate::tokenizer::{self, Message, Prompt};
 
 /// Longest line that is read as a message.
 const LINE_BYTES_MAX: u64 = 64 << 20;
@@ -155,9 +155,7 @@ impl Conversation<'_> {
             return Err(Fault::input(message)
                 .with_remedy("/reset begins a new conversation; a manifest may have a larger `context_max`"));
         }
-        let has_channels = matches!(thinking, Thinking::Channels(_));
-        let special = if has_channels { Special::Channels } else { Special::Hidden };
-        let mut printer = Printer::new(session, Form::Text, Some(words), special)?;
+        let mut printer = Printer::new(session, Form::Text, Some(words), Special::of(thinking))?;
         runner.make_ready(&prompt, 0)?;
         let begun = Instant::now();
         let (mut first, mut last) = (None, begun);

@@ -107,12 +107,8 @@ pub fn generate(session: &Session, asked: &Generate) -> Result<Outcome, Fault> {
     runner.make_ready(&prompt, proposes.most())?;
 
     let has_text = tokenizer.is_some();
-    let special = match thinking {
-        // They show what the model says after its end.
-        _ if asked.ignore_eos => Special::Shown,
-        Thinking::Channels(_) => Special::Channels,
-        _ => Special::Hidden,
-    };
+    // With `--ignore-eos` they show what the model says after its end.
+    let special = if asked.ignore_eos { Special::Shown } else { Special::of(thinking) };
     let mut printer =
         Printer::new(session, form, tokenizer.as_mut(), special)?.stop_at(&asked.stop, settings.min_tokens as usize);
     // A pipe gets only the generated text; a terminal shows the prompt too.

@@ -7,7 +7,7 @@ use crate::error::Fault;
 use crate::pipeline::Tokens;
 use crate::sample::Decided;
 use crate::serve::OfChannels;
-use crate::tokenizer::{Stopped, certain};
+use crate::tokenizer::{Stopped, Thinking, certain};
 
 /// The form of the output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,6 +28,13 @@ pub enum Special {
     Shown,
     /// They tell what is thought and what is the answer.
     Channels,
+}
+
+impl Special {
+    /// For the answer to a prompt of a chat.
+    pub fn of(thinking: Thinking) -> Special {
+        if matches!(thinking, Thinking::Channels(_)) { Special::Channels } else { Special::Hidden }
+    }
 }
 
 /// Takes tokens as they are generated, and prints them in one form.
