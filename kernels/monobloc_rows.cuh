@@ -3,6 +3,7 @@
 #include "monobloc.cuh"
 #include "rows/context.cuh"
 #include "rows/words.cuh"
+#include "rows/deal.cuh"
 #include "rows/ring.cuh"
 #include "rows/select.cuh"
 #include "rows/matvec_codes.cuh"

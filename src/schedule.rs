@@ -9,7 +9,8 @@ pub use shards::shards;
 use crate::candidate::{Candidate, FormatCause, Infeasible};
 use crate::ir::layout::{
     BlockLimits, GRANULE_BYTES, RING_SLOTS_MAX, RowNeeds, SmemNeeds, WARP_ROWS, WORD_ROWS, block_granules,
-    cache_row_bytes, chunk_granules, chunk_rows, chunk_rows_of_page, held, placed_bytes, placement, share_of, smem_map,
+    cache_row_bytes, chunk_granules, chunk_rows, chunk_rows_of_page, dealt_bytes, held, placed_bytes, placement,
+    share_of, smem_map,
 };
 use crate::ir::op::{Access, Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, LayerOp, Operand, Program, Rows, Second, Site, Space};
@@ -229,7 +230,7 @@ fn shares_code(program: &Program, grid: &Grid, m: &MatVec, variant: &MatVecVaria
     rows_on_tensor_cores(program.precision, tensor_cores)
         && program.rows.next_multiple_of(WORD_ROWS) == WARP_ROWS
         && m.norm.is_none()
-        && !grid.per_row
+        && !grid.is_dealt()
         && grid.operand(Role::Out).is_none_or(|out| out.cols.base == 0)
         // One with several passes may keep its whole input between them, with code of its own.
         && variant.units <= variant.pass
@@ -508,6 +509,7 @@ fn row_needs(program: &Program, variants: &Variants, target: &Target, c: &Candid
         block_k: 0,
         pitch_bytes: 0,
         tensor_attention: variants.values().all(|v| matches!(v, Variant::Attention(a) if a.swizzled)),
+        dealt_bytes: program.chosen_max().map_or(0, |(parts, slots)| dealt_bytes(program.rows, parts, slots)),
     };
     for grid in &program.grids {
         match &grid.op {
@@ -672,6 +674,11 @@ fn unit_shares(program: &Program, grid: &Grid, m: &MatVec, load: &[u64], cost: &
     let mut shares = vec![];
     for device in 0..devices {
         let sms = device as usize * each..(device as usize + 1) * each;
+        if grid.is_dealt() {
+            let own = share_of(grid.n, device, devices);
+            shares.extend(sms.map(|sm| Share { sm, lo: own.start, hi: own.end, j: sm as u32, row: 0 }));
+            continue;
+        }
         let (units, of) = (share_of(grid.n, device, devices), Loads { load: &load[sms.clone()], cost: &cost[sms] });
         // One task of each SM before has an ordinal.
         let ordinal = if matches!(grid.second, Second::Ordinal(_)) { shares.len() } else { 0 };
@@ -697,11 +704,10 @@ fn units_on(
     Loads { load, cost }: &Loads<'_>,
     ordinals: usize,
 ) -> Vec<Share> {
-    // Units of all slots, and of all rows where each takes its own experts.
-    let rows = if grid.per_row { program.rows } else { 1 };
+    // Units of all slots.
     let each = own.len().max(1);
     let slots = if let Second::Axis(slots) = grid.second { slots } else { 1 };
-    let n = own.len() * slots as usize * rows as usize;
+    let n = own.len() * slots as usize;
     let (sms, unit) = (load.len(), m.unit_bytes(program.format_of(grid)));
     // Every SM must run a head task: its arg-max store is the release of what it wrote to the cache.
     let least = usize::from(matches!(m.epilogue, Epilogue::Logits { .. }));
@@ -725,14 +731,13 @@ fn units_on(
     let mut shares = vec![];
     for (ordinal, (sm, &units)) in busy {
         let end = lo + units;
-        // A task has units of one slot of one row.
+        // A task has units of one slot.
         while lo < end {
-            let (turn, first) = (lo / each, lo % each);
+            let (slot, first) = (lo / each, lo % each);
             let count = (end - lo).min(each - first);
-            let (row, slot) = (turn / slots as usize, turn % slots as usize);
             let j = if matches!(grid.second, Second::Ordinal(_)) { ordinals + ordinal } else { slot };
             let (first, last) = (own.start + first as u32, own.start + (first + count) as u32);
-            shares.push(Share { sm, lo: first, hi: last, j: j as u32, row: row as u32 });
+            shares.push(Share { sm, lo: first, hi: last, j: j as u32, row: 0 });
             lo += count;
         }
     }

@@ -53,6 +53,14 @@ template <class M>
 __device__ __forceinline__ bool takes_part(int row) {
   return rows_state<M>().active[row / 32] >> row % 32 & 1;
 }
+template <class M>
+__device__ __forceinline__ bool all_take_part() {
+  bool all = true;
+#pragma unroll
+  for (int first = 0; first < M::ROWS; first += 32)
+    all = all && !(~rows_state<M>().active[first / 32] & (M::ROWS - first < 32 ? (1u << (M::ROWS - first) % 32) - 1 : ~0u));
+  return all;
+}
 // The rows in part `part` of `parts` of the sequences, a bit each; `part_of` of src/ir/program.rs says which. Called by whole warps.
 template <class M>
 __device__ __forceinline__ u64 rows_of_part(const Context<M>& c, u32 part, u32 parts) {

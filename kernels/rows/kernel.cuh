@@ -48,8 +48,9 @@ __device__ __forceinline__ void consume_rows(const RowsParams& p) {
 
 template <class M, class D>
 __device__ __forceinline__ void persistent_rows(const RowsParams& p) {
-  static_assert(sizeof(RowsState<M>) <= M::STATE_BYTES, "the state part of the shared-memory map is too small");
+  static_assert(sizeof(RowsDealState<M>) <= M::STATE_BYTES, "the state part of the shared-memory map is too small");
   if (threadIdx.x < sizeof(RowsState<M>::active) / 4) rows_state<M>().active[threadIdx.x] = 0;
+  if (threadIdx.x == 0) begin_deals<M>();
   begin_block<M>(p);
   // The launch gave every thread the same number of registers. The loader hands some of its own to the consumers.
   if (uniform(threadIdx.x / 32) >= u32(M::WARPS)) {

@@ -1,6 +1,6 @@
 // matvec of rows: y = W norm(x) + bias for each row of the step, then the epilogue.
 //
-// choice         of a chosen part, of one row: the task takes that row alone
+// choice         of parts that rows chose: the task takes its share of their units (deal.cuh), each for the rows that chose its part
 // x (ROWS, K)    words; every warp loads its own granules of k into registers
 // W              units as in ops/matvec.cuh, streamed by blocks of k: PASS units at a time, the first block of each, then the second
 // out            STORE, ACT: a column for each row of W; GATED: 4 columns for each unit; RESIDUAL: the fp32 sum stays in the block,
@@ -36,11 +36,21 @@ struct SlotColumns<G, true> {
   static constexpr int X_COLS = G::X_COLS, X_STEP = G::X_STEP, OUT_COLS = G::OUT_COLS, OUT_AT = G::OUT_AT, OUT_STEP = G::OUT_STEP;
 };
 
+template <class G>
+__device__ constexpr int chosen_by_row(decltype(G::EACH)*) {
+  return G::EACH;
+}
+template <class G>
+__device__ constexpr int chosen_by_row(...) {
+  return 0;
+}
+
 template <class M, class G>
 struct RowsMatVecShape {
   static constexpr bool GATED = G::EPILOGUE == Epilogue::GATED || G::EPILOGUE == Epilogue::CLAMPED;
   static constexpr bool CHOSEN = parts_of<G>(nullptr) > 0;
   static constexpr u32 PART_UNITS = Part<G>::UNITS;
+  static constexpr int EACH = chosen_by_row<G>(nullptr); // parts that a row chooses
   typedef SlotColumns<G> Slots;
   typedef Coding<M, G> Weights;
   static constexpr int ELEM = ElemOf<M::WEIGHT>::BYTES;
@@ -101,10 +111,11 @@ struct RowsEpilogue {
   u8* out;   // words of the result; null: logits, or scores
   int first; // column of `out` of the first row of W
   u32 part;  // units before those of the chosen part
+  bool mine; // of a chosen part: whether the result of `row` is asked for
 
   __device__ __forceinline__ RowsEpilogue(const Context<M>& c, u8* out)
       : row(c.tid() / 4 % M::ROWS), pair(c.tid() % 4), unit_of_batch(c.tid() / S::UNIT_THREADS), factor(1.f), best(NEGATIVE_INFINITY),
-        best_id(0x7fffffff), takes(takes_part<M>(row)), out(out), first(0), part(0) {
+        best_id(0x7fffffff), takes(takes_part<M>(row)), out(out), first(0), part(0), mine(false) {
     // Codes need their registers for scales.
     if constexpr (!S::Weights::CODED) keep(takes), keep(this->out);
   }
@@ -115,15 +126,21 @@ struct RowsEpilogue {
     return words_of<M, SlotColumns<E>::OUT_COLS>(c, e.out);
   }
   // Called at the start of a task whose columns are those of a slot.
-  __device__ __forceinline__ void begin_slot(const Entry& e, u32 of_part) {
-    first = S::Slots::OUT_AT + int(e.j) * S::Slots::OUT_STEP;
-    part = of_part;
+  __device__ __forceinline__ void begin_slot(u32 slot) { first = S::Slots::OUT_AT + int(slot) * S::Slots::OUT_STEP; }
+  // Called at the start of a task of a chosen part, for the rows that chose it.
+  __device__ __forceinline__ void begin_part(u32 of) {
+    part = of * S::PART_UNITS;
+    mine = row_chose<M>(row, of);
+    begin_slot(slot_of_part<M, S::EACH>(row, of));
   }
-  // Clears what a task owns of a row that takes no part.
-  template <class E>
-  __device__ __forceinline__ void clear(Context<M>& c, const Entry& e) {
-    takes = 0;
-    for (u32 unit = e.lo; unit < e.hi; unit += S::BATCH) run<E>(c, e, nullptr, int(unit), min(S::BATCH, int(e.hi - unit)));
+  // Clears what rows that take no part have in a share: that of all slots of each of them.
+  __device__ __forceinline__ void clear_share(Context<M>& c, const Entry& e) {
+    takes = 0, mine = !takes_part<M>(row);
+    DealtShare(S::EACH, e.hi - e.lo, e.j, M::SMS).each_part([&](u32 slot, u32 from, u32 count) {
+      begin_slot(slot);
+      for (u32 i = 0; i < count; i += S::BATCH) run<G>(c, e, nullptr, int(e.lo + from + i), min(S::BATCH, int(count - i)));
+      return true;
+    });
   }
 
   // Called after the first barrier of a task.
@@ -158,9 +175,8 @@ struct RowsEpilogue {
   template <class E>
   __device__ __forceinline__ void run(Context<M>& c, const Entry& e, const float* sums, int first, int n) {
     if (unit_of_batch >= n) return;
-    // A task of one row.
     if constexpr (S::CHOSEN)
-      if (row != int(e.slot_row)) return;
+      if (!mine) return;
     constexpr int COLS = SlotColumns<E>::OUT_COLS;
     const int unit = first + unit_of_batch;
     const float* mine = sums + unit_of_batch * S::UNIT_SUMS;
@@ -254,17 +270,26 @@ struct RowsEpilogue {
   }
 };
 
-// The units before those of the part that a task's row and slot chose. Every warp waits for the choice, beside its loader.
-template <class M, class G>
-struct RowsChoice {
-  static __device__ __forceinline__ u32 part(Context<M>& c, const Entry& e) {
-    const u64* const from[1] = {c.p.exchange + e.choice};
-    const bool active[1] = {true};
-    u32 part[1];
-    await_packets<1>(from, active, c.tag, part, c.waiter());
-    return min(part[0], u32(parts_of<G>(nullptr)) - 1u) * Part<G>::UNITS;
-  }
-};
+// Calls `f` with an entry of the units of each part in a task's share, the part, and whether it is the first; then clears what rows that take no part have there.
+template <class M, class G, class F>
+__device__ __forceinline__ void each_dealt_part(Context<M>& c, const Entry& e, F f) {
+  typedef RowsMatVecShape<M, G> S;
+  if (uniform(e.deals_first)) take_choices<M, S::EACH, G::EXPERTS>(c, e.choice);
+  Entry of = e;
+  const DealtShare share(uniform(deal_of<M>().count), uniform(e.hi - e.lo), uniform(e.j), M::SMS);
+  bool is_first = true;
+  share.each_part([&](u32 place, u32 first, u32 count) {
+    // Statistics of the part before are read.
+    if (!is_first) c.barrier();
+    of.lo = uniform(e.lo) + first, of.hi = of.lo + count;
+    f(of, uniform(u32(deal_of<M>().part[place])), is_first);
+    is_first = false;
+    return true;
+  });
+  if (is_first) c.stamp(1), c.stamp(2); // nothing is dealt to this block
+  if (all_take_part<M>()) return;
+  RowsEpilogue<M, G>(c, RowsEpilogue<M, G>::template words<G>(c, e)).clear_share(c, e);
+}
 
 // Most blocks of k that a warp keeps for several passes.
 constexpr int RESIDENT_BLOCKS = 2;
@@ -365,7 +390,9 @@ struct RowsMatVecTensor {
     int blocks;      // of k
     int pass;        // units
     u8* out;         // words of the result
+    u32 slots[GROUPS]; // of a chosen part: from the first slot's columns to those of the lane's rows, in bytes
   };
+  static constexpr u32 SLOT_BYTES = S::CHOSEN ? u32(S::Slots::X_STEP) * W::ELEM / 64 * W::SPAN_BYTES : 0;
   static __device__ __forceinline__ Extent extent(const Context<M>& c, const Entry& e, int which) {
     Extent of{};
     Ops::with(which, [&](auto op) {
@@ -373,8 +400,8 @@ struct RowsMatVecTensor {
       typedef SlotColumns<E> At;
       // Slots begin with whole spans.
       static_assert(At::X_STEP * W::ELEM % 64 == 0, "a slot begins with a span of words");
-      const u8* x = words_of<M, At::X_COLS>(c, e.x) + u64(e.j) * (At::X_STEP * W::ELEM / 64 * W::SPAN_BYTES);
-      of = Extent{x, Words<M, At::X_COLS>::GROUP_BYTES, RowsMatVecShape<M, E>::BLOCKS, E::PASS, RowsEpilogue<M, G>::template words<E>(c, e)};
+      const u8* x = words_of<M, At::X_COLS>(c, e.x);
+      of = Extent{x, Words<M, At::X_COLS>::GROUP_BYTES, RowsMatVecShape<M, E>::BLOCKS, E::PASS, RowsEpilogue<M, G>::template words<E>(c, e), {}};
     });
     return of;
   }
@@ -382,7 +409,7 @@ struct RowsMatVecTensor {
   // Piece i of a block, from the lane's own place in the block on.
   static __device__ __forceinline__ u32 offset(const Extent& of, int i) {
     const int h = i % GROUPS, p = i / GROUPS % K_PARTS, j = i / GROUPS / K_PARTS;
-    return u32(h) * of.group_bytes + u32(j * K_GROUPS<M> * K_PARTS + p) * W::SPAN_BYTES;
+    return (SLOT_BYTES > 0 ? of.slots[h] : 0) + u32(h) * of.group_bytes + u32(j * K_GROUPS<M> * K_PARTS + p) * W::SPAN_BYTES;
   }
   static __device__ __forceinline__ u32 lane_at(const Context<M>& c, const Extent& of, int block) {
     return u32(S::row_group(c)) * (GROUPS * of.group_bytes) + u32((block * S::BLOCK + S::k_group(c)) * K_PARTS) * W::SPAN_BYTES + u32(c.lane()) * 16;
@@ -652,20 +679,31 @@ struct RowsMatVecTensor {
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e, int which) {
     prefetch_norm(c, e);
-    u32 active = active_rows(c);
-    const Extent x = extent(c, e, which);
-    const int units = int(uniform(e.hi - e.lo));
-    Means means{};
-    if constexpr (G::NORM == Norm::LAYER) means = layer_statistics(c, x, active);
-    RowsEpilogue<M, G> epilogue(c, x.out);
-    if constexpr (has_columns_of_slots<G>(nullptr)) epilogue.begin_slot(e, 0);
     if constexpr (S::CHOSEN) {
       static_assert(sizeof...(Others) == 0, "chosen parts share no code");
-      const int row = int(uniform(e.slot_row)), mine = row - S::row_group(c) * WARP_ROWS;
-      if (!takes_part<M>(row)) return epilogue.template clear<G>(c, e);
-      active &= mine >= 0 && mine < WARP_ROWS ? 1u << mine : 0u;
-      epilogue.part = RowsChoice<M, G>::part(c, e);
+      each_dealt_part<M, G>(c, e, [&](const Entry& of, u32 part, bool is_first) { run_units(c, of, which, part, is_first); });
+    } else {
+      run_units(c, e, which, 0, true);
     }
+  }
+  // Units of W, or of a part that rows chose.
+  static __device__ __forceinline__ void run_units(Context<M>& c, const Entry& e, int which, u32 part, bool is_first) {
+    u32 active = active_rows(c);
+    Extent x = extent(c, e, which);
+    const int units = int(uniform(e.hi - e.lo));
+    RowsEpilogue<M, G> epilogue(c, x.out);
+    if constexpr (S::CHOSEN) {
+      const int first_row = S::row_group(c) * WARP_ROWS;
+      active = uniform(deal_of<M>().rows[part * Deal<M>::MASKS + first_row / 32]) >> first_row % 32;
+      epilogue.begin_part(part);
+      if constexpr (SLOT_BYTES > 0)
+#pragma unroll
+        for (int h = 0; h < GROUPS; h++) x.slots[h] = slot_of_part<M, S::EACH>(first_row + h * 8 + c.lane() / 4, part) * SLOT_BYTES;
+    } else if constexpr (has_columns_of_slots<G>(nullptr)) {
+      epilogue.begin_slot(0);
+    }
+    Means means{};
+    if constexpr (G::NORM == Norm::LAYER) means = layer_statistics(c, x, active);
     uint4 words[KEPT][N], operands[KEPT][N];
     Input inputs[KEPT];
     NormWeights norms[KEPT];
@@ -683,7 +721,7 @@ struct RowsMatVecTensor {
     if constexpr (RESIDENT) {
 #pragma unroll
       for (int block = 0; block < KEPT; block++) take(block, block);
-      c.stamp(1);
+      if (is_first) c.stamp(1);
       if constexpr (G::NORM == Norm::RMS) put_squares(c, squares);
     }
 #pragma unroll 1
@@ -699,7 +737,7 @@ struct RowsMatVecTensor {
         for (int block = 0; block < x.blocks; block++) {
           if constexpr (WEIGHTS_FIRST) fetch(c, block, here < 2, w);
           take(block, 0);
-          if (first == 0 && block == 0) c.stamp(1);
+          if (is_first && first == 0 && block == 0) c.stamp(1);
           // The first block of the next pass follows the last one of this pass.
           const bool more = block + 1 < x.blocks;
           if (more || (!ONE_PASS && first + x.pass < units)) issue(c, x, more ? block + 1 : 0, active, words[0]);
@@ -732,13 +770,19 @@ struct RowsMatVecLanes {
   static __device__ __forceinline__ float* staged(const Context<M>& c, int row) { return reinterpret_cast<float*>(c.stage()) + row * BLOCK_K; }
 
   // All threads bring a block of k, of all rows, to shared memory. Ends with a block barrier.
-  static __device__ __forceinline__ void fetch(Context<M>& c, const u8* x, int block, int first_x, int only) {
+  static __device__ __forceinline__ void fetch(Context<M>& c, const u8* x, int block, u32 part) {
     const int first = block * BLOCK_K / W::PIECE_COLS, pieces = BLOCK_K / W::PIECE_COLS;
     c.barrier();
     // Whole warps wait together.
     for (int base = 0; base < pieces * M::ROWS; base += S::THREADS) {
       const int i = base + c.tid(), row = i % M::ROWS, piece = first + i / M::ROWS;
-      const bool in = i < pieces * M::ROWS, want = in && piece < W::PIECES && takes_part<M>(row) && (!S::CHOSEN || row == only);
+      bool want = i < pieces * M::ROWS && piece < W::PIECES && takes_part<M>(row);
+      const bool in = i < pieces * M::ROWS;
+      int first_x = 0;
+      if constexpr (S::CHOSEN) {
+        want = want && row_chose<M>(row, part);
+        first_x = int(slot_of_part<M, S::EACH>(row, part)) * S::Slots::X_STEP;
+      }
       uint4 v[1] = {make_uint4(0, 0, 0, 0)};
       const u8* from = x + At::at(row % M::ROWS, first_x + piece * W::PIECE_COLS);
       load_piece(from, want, v[0]);
@@ -764,7 +808,7 @@ struct RowsMatVecLanes {
     }
   }
   // Leaves the statistics of the rows in the state, under group 0: the mean (0 without LayerNorm), and 1 / deviation.
-  static __device__ __forceinline__ void statistics(Context<M>& c, const u8* x, int first_x, int only) {
+  static __device__ __forceinline__ void statistics(Context<M>& c, const u8* x, u32 part) {
     float* mean = rows_state<M>().stat[c.task & 1][0][0];
     float* square = rows_state<M>().stat[c.task & 1][1][0];
     c.barrier();
@@ -773,7 +817,7 @@ struct RowsMatVecLanes {
     for (int which = G::NORM == Norm::LAYER ? 0 : 1; which < 2; which++) {
 #pragma unroll 1
       for (int block = 0; block < S::BLOCKS; block++) {
-        fetch(c, x, block, first_x, only);
+        fetch(c, x, block, part);
         if (which == 0)
           add_rows(c, block, mean, [](int, float v) { return v; });
         else
@@ -835,29 +879,34 @@ struct RowsMatVecLanes {
   }
 
   static __device__ __forceinline__ void run(Context<M>& c, const Entry& e) {
+    if constexpr (S::CHOSEN)
+      each_dealt_part<M, G>(c, e, [&](const Entry& of, u32 part, bool is_first) { run_units(c, of, part, is_first); });
+    else
+      run_units(c, e, 0, true);
+  }
+  // Units of W, or of a part that rows chose.
+  static __device__ __forceinline__ void run_units(Context<M>& c, const Entry& e, u32 part, bool is_first) {
     const int units = int(uniform(e.hi - e.lo)), passes = ceil_div(units, PASS);
     const u8* x = words_of<M, SlotColumns<G>::X_COLS>(c, e.x);
-    const int first_x = int(e.j) * SlotColumns<G>::X_STEP, only = S::CHOSEN ? int(uniform(e.slot_row)) : 0;
     RowsEpilogue<M, G> epilogue(c, RowsEpilogue<M, G>::template words<G>(c, e));
-    if constexpr (has_columns_of_slots<G>(nullptr)) epilogue.begin_slot(e, 0);
-    if constexpr (S::CHOSEN) {
-      if (!takes_part<M>(only)) return epilogue.template clear<G>(c, e);
-      epilogue.part = RowsChoice<M, G>::part(c, e);
-    }
-    if constexpr (G::NORM != Norm::NONE) statistics(c, x, first_x, only);
+    if constexpr (S::CHOSEN)
+      epilogue.begin_part(part);
+    else if constexpr (has_columns_of_slots<G>(nullptr))
+      epilogue.begin_slot(0);
+    if constexpr (G::NORM != Norm::NONE) statistics(c, x, part);
 #pragma unroll 1
     for (int pass = 0; pass < passes; pass++) {
       const int first = pass * PASS, here = min(PASS, units - first);
       float d[PASS][M::ROWS] = {};
 #pragma unroll 1
       for (int block = 0; block < S::BLOCKS; block++) {
-        fetch(c, x, block, first_x, only);
+        fetch(c, x, block, part);
         if constexpr (G::NORM != Norm::NONE) normalise(c, e, block);
 #pragma unroll
         for (int u = 0; u < PASS; u++)
           if (u < here) multiply(c, block, d[u]);
       }
-      c.stamp(1);
+      if (is_first) c.stamp(1);
 #pragma unroll
       for (int u = 0; u < PASS; u++) {
         if (u >= here) break;

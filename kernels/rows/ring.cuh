@@ -15,6 +15,7 @@ struct RowsLoader : Loader<M> {
   using Loader<M>::tid;
 
   u32 part = 0, turn = 0; // which copier this is; whose turn the next chunk is
+  u32 deals = 0;          // layers whose choices it has asked for
 
   __device__ __forceinline__ explicit RowsLoader(Loader<M> loader, u32 part) : Loader<M>(loader), part(part) {
     for (u32 i = 0; i < part; i++) oldest.next();
@@ -58,6 +59,35 @@ struct RowsLoader : Loader<M> {
     return true;
   }
 
+  // Units of a run that lie side by side, some at a time: the first block of k of each, then the second, and so on. False: leave.
+  __device__ __forceinline__ bool units(RingCursor<M>& at, const StreamRun& run, const u8* weights, u32 units, u32 tag) {
+    const u32 unit = run.block_bytes, together = run.splits & 0xffff;
+    for (u32 u0 = 0; u0 < units; u0 += together) {
+      const u32 end = min(u0 + together, units);
+      for (u32 k = 0; k < unit; k += run.chunk_bytes) {
+        const u32 bytes = min(run.chunk_bytes, unit - k);
+        for (u32 u = u0; u < end; u++) {
+          if (!chunk(at, weights + u64(u) * unit + k, bytes, tag)) return false;
+        }
+      }
+    }
+    return true;
+  }
+  // The share of a run whose parts are dealt. False: leave.
+  __device__ __forceinline__ bool dealt(RingCursor<M>& at, const StreamRun& run, const u8* weights, u32 tag) {
+    Deal<M>& deal = deal_of<M>();
+    if (run.parts >> 31) {
+      if (deals > 0) Slot<RING_COUNTERS<M>>::arrive(&deal.empty);
+      deals++;
+    }
+    if (!this->wait(&deal.full, deals - 1, 1, tag, WaitKind::RING_FULL)) return false;
+    const DealtShare share(deal.count, run.bytes / run.block_bytes, run.parts >> 16 & 0x7fff, M::SMS);
+    return share.each_part([&](u32 place, u32 first, u32 count) {
+      const u8* part = weights + u64(deal.part[place]) * run.part * COPY_ALIGN_BYTES;
+      return units(at, run, part + u64(first) * run.block_bytes, count, tag);
+    });
+  }
+
   __device__ void run_rows(const RowsParams& p) {
     this->begin();
     stream(p);
@@ -77,26 +107,13 @@ struct RowsLoader : Loader<M> {
         if (r + 1 < last) next = p.runs[r + 1];
         if (next.bytes && tid == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(weights_of(p, next)));
         if (run.bytes) {
-          // Some units at a time: the first block of k of each, then the second, and so on.
-          const u32 unit = run.block_bytes, units = run.bytes / unit, together = run.splits & 0xffff;
           const u8* weights = weights_of(p, run);
           if constexpr (chooses<M>(nullptr))
             if (run.choice != 0) {
-              // Whether the row of the run takes part is known when the block has acquired the step.
-              if (!acquired && !await_step(tag)) return;
-              acquired = true;
-              if (!takes_part<M>(run.parts >> 16)) continue;
-              if (!this->await_choice(run, tag, weights)) return;
+              if (!dealt(at, run, weights, tag)) return;
+              continue;
             }
-          for (u32 u0 = 0; u0 < units; u0 += together) {
-            const u32 end = min(u0 + together, units);
-            for (u32 k = 0; k < unit; k += run.chunk_bytes) {
-              const u32 bytes = min(run.chunk_bytes, unit - k);
-              for (u32 u = u0; u < end; u++) {
-                if (!chunk(at, weights + u64(u) * unit + k, bytes, tag)) return;
-              }
-            }
-          }
+          if (!units(at, run, weights, run.bytes / run.block_bytes, tag)) return;
           continue;
         }
         if (!acquired) {

@@ -26,7 +26,7 @@ struct alignas(16) Entry {
   union { u32 norm_bias, k_norm, a_log; }; // norm bias of the input, or norm weight of k; of a mix and of Mamba-2 its a_log
   union { u32 bias, rope, table, conv; }; // by op
   union { u32 k_cache, choice, shared_gate, state; }; // where keys are appended; packets of the choice of a slot, or of the gate of a shared expert; a state, in OFFSET_BYTES
-  union { u32 v_cache, slot_row, dt_bias; }; // where values are appended; of a chosen part: the row of the step that it is chosen for; of a mix and of Mamba-2 its dt_bias
+  union { u32 v_cache, deals_first, dt_bias; }; // where values are appended; of rows, where parts are dealt: whether it is the first task of its layer to which they are; of a mix and of Mamba-2 its dt_bias
 };
 static_assert(sizeof(Entry) == 64, "the host fills this struct");
 
@@ -39,7 +39,7 @@ struct alignas(16) StreamRun {
   u32 splits; // history: shares; of rows: the row. Weights: above 16 bits the bytes from `source` on; of rows: units that are streamed together; else slots whose parts are, if not one
   union { u32 window, choice; }; // history: visible positions, 0: all. Weights: one more than the packet of the choice of their part, 0: there are no parts
   union { u32 row_bytes, part; }; // history: bytes of one cache row of one KV head. Weights: from part to part, in units of 16 bytes
-  union { u32 rows, parts; }; // history: rows of one chunk. Weights: parts, and above 16 bits the row of the step that chooses; of several slots a unit of a part, in units of 16 bytes
+  union { u32 rows, parts; }; // history: rows of one chunk. Weights: parts, and above 16 bits, of rows: which share of what is dealt, and in the top bit whether it is the first run of its layer; of several slots a unit of a part, in units of 16 bytes
 };
 static_assert(sizeof(StreamRun) == 32, "the host fills this struct");
 

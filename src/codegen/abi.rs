@@ -49,8 +49,8 @@ kernel_struct! {
         table: u32 as [bias, rope, table, conv],
         /// where keys are appended; packets of the choice of a slot, or of the gate of a shared expert; a state, in OFFSET_BYTES
         k_cache: u32 as [k_cache, choice, shared_gate, state],
-        /// where values are appended; of a chosen part: the row of the step that it is chosen for; of a mix and of Mamba-2 its dt_bias
-        v_cache: u32 as [v_cache, slot_row, dt_bias],
+        /// where values are appended; of rows, where parts are dealt: whether it is the first task of its layer to which they are; of a mix and of Mamba-2 its dt_bias
+        v_cache: u32 as [v_cache, deals_first, dt_bias],
     }
 }
 
@@ -72,7 +72,7 @@ kernel_struct! {
         window: u32 as [window, choice],
         /// history: bytes of one cache row of one KV head. Weights: from part to part, in units of 16 bytes
         row_bytes: u32 as [row_bytes, part],
-        /// history: rows of one chunk. Weights: parts, and above 16 bits the row of the step that chooses; of several slots a unit of a part, in units of 16 bytes
+        /// history: rows of one chunk. Weights: parts, and above 16 bits, of rows: which share of what is dealt, and in the top bit whether it is the first run of its layer; of several slots a unit of a part, in units of 16 bytes
         rows: u32 as [rows, parts],
     }
 }
@@ -376,6 +376,8 @@ struct GridEntry<'a> {
     has_row_scales: bool,
     /// Whether operands begin elsewhere than at the first column of their buffer.
     has_slots: bool,
+    /// Whether its tasks are the first ones of a layer to which parts are dealt.
+    deals_first: bool,
     schedule: &'a Schedule,
     /// What the device has of the pack.
     held: &'a Held,
@@ -451,6 +453,7 @@ impl<'a> GridEntry<'a> {
             entry,
             has_row_scales: row_scales.is_some(),
             has_slots: grid.operands.iter().any(|o| o.role == Role::Choices || o.role == Role::Out && o.cols.base > 0),
+            deals_first: schedule.program.deals_first(id),
             schedule,
             held,
             residual: grid.operand(Role::Residual).map(|operand| &operand.cols),
@@ -473,7 +476,8 @@ impl<'a> GridEntry<'a> {
         let (x, out, aux_or_scales, k_cache, v_cache) = match self.grid.op {
             Op::MatVec(_) if self.has_slots => {
                 let share = Some(at(Role::Shares)).filter(|at| *at != NONE);
-                (at(Role::X), at(Role::Out), share.unwrap_or(aux_or_scales), at(Role::Choices), task.row)
+                let first = u32::from(self.deals_first);
+                (at(Role::X), at(Role::Out), share.unwrap_or(aux_or_scales), at(Role::Choices), first)
             }
             Op::Route(_) => (at(Role::X), at(Role::Out), at(Role::Shares), k_cache, v_cache),
             _ => (x, out, aux_or_scales, k_cache, v_cache),
@@ -488,11 +492,17 @@ impl<'a> GridEntry<'a> {
             event: task.waits.first().map_or(NONE, |wait| wait.event.0),
             lo: task.lo,
             hi: task.hi,
-            j: task.j,
+            j: self.share(task),
             row_scales_or_row: if self.has_row_scales { self.entry.row_scales_or_row } else { task.row },
             residual: self.residual(task).map_or(self.entry.residual, |first| (first - residual_base) as u32),
             ..self.entry
         }
+    }
+
+    /// The second index of a task, of what is dealt among those of its device.
+    fn share(&self, task: &Task) -> u32 {
+        let Machine { sms, devices, .. } = self.schedule.machine;
+        if self.grid.is_dealt() { task.j % (sms / devices).max(1) } else { task.j }
     }
 
     /// What a run says of the parts of its matrix, which have `bytes` each, in units of `unit` bytes.
@@ -500,8 +510,12 @@ impl<'a> GridEntry<'a> {
         let Some(weight) = self.grid.operand(Role::Weight) else { return StreamRun::zeroed() };
         let Rows::Lookup(table) = weight.rows else { return StreamRun::zeroed() };
         let aligned = |bytes: u64| (bytes / u64::from(COPY_ALIGN_BYTES)) as u32;
-        // Only a step of one row has runs of all slots.
-        let above = if m.slots > 1 { aligned(unit) } else { task.row };
+        // Only a step of one row has runs of all slots, and only those of several rows deal.
+        let above = match self.grid.is_dealt() {
+            true => self.share(task) | (u32::from(self.deals_first) << 15),
+            false if m.slots > 1 => aligned(unit),
+            false => 0,
+        };
         StreamRun {
             window: columns_at(self.schedule, self.grid, Role::Choices, task) + 1,
             row_bytes: aligned(bytes),

@@ -8,7 +8,7 @@ use crate::ir::layout::WORD_ROWS;
 use crate::ir::op::{
     Attention, Combine, Convolve, Epilogue, GroupNorm, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route, Scan,
 };
-use crate::ir::program::{Buffer, Grid, Operand, Program, Rows};
+use crate::ir::program::{Buffer, Cols, Grid, Operand, Program};
 use crate::ir::schedule::{Schedule, SmemKind, Source};
 use crate::ir::table::Holds;
 use crate::ir::variant::{AttentionVariant, MatVecVariant};
@@ -154,6 +154,10 @@ pub fn emit(validated: &Validated, target: &Target, trace: Trace) -> KernelSourc
     // Only where there are experts: other kernels have the text that they had before.
     if program.tables.iter().any(|table| table.holds == Holds::Choices) {
         line!("  static constexpr bool CHOOSES = true;");
+    }
+    if let Some((parts, slots)) = program.chosen_max().filter(|_| rows) {
+        line!("  static constexpr int CHOSEN_PARTS = {parts};");
+        line!("  static constexpr int CHOSEN_EACH = {slots};  // by a row");
     }
     let slots = |grid: &Grid| if let Op::MatVec(m) = &grid.op { m.slots } else { 1 };
     if let Some(slots) = program.grids.iter().map(slots).max().filter(|slots| *slots > 1) {
@@ -528,21 +532,28 @@ fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> S
     );
     // Only where there are slots: other kernels have the text that they had before there were experts.
     let [x, out] = [Role::X, Role::Out].map(|role| grid.operand(role));
+    let table = program.looked_up(grid);
     if let (Some(x), Some(out), true) = (x, out, program.rows > 1)
-        && (x.cols.stride_j, out.cols.stride_j, out.cols.base) != (0, 0, 0)
+        && (table.is_some() || out.cols.base != 0)
     {
         let cols = |operand: &Operand| program.buffers[operand.buffer.index()].cols;
         let (x_cols, out_cols) = (cols(x), cols(out));
-        let _ = write!(s, "int X_COLS = {x_cols}\nint X_STEP = {}\nint OUT_COLS = {out_cols}\n", x.cols.stride_j);
-        let _ = write!(s, "int OUT_AT = {}\nint OUT_STEP = {}\n", out.cols.base, out.cols.stride_j);
+        // A dealt task names the columns of all slots, or the one input that they share.
+        let each = table.map_or(0, |table| table.cols.max(1));
+        let step = |cols: &Cols| cols.len.checked_div(each).unwrap_or(0);
+        let of_input = if x.cols.len == k { 0 } else { step(&x.cols) };
+        let _ = write!(s, "int X_COLS = {x_cols}\nint X_STEP = {of_input}\nint OUT_COLS = {out_cols}\n");
+        let _ = write!(s, "int OUT_AT = {}\nint OUT_STEP = {}\n", out.cols.base, step(&out.cols));
     }
     // A task of all slots does not depend on what they chose: its loader does.
-    if let (Some(Rows::Lookup(table)), 1) = (grid.operand(Role::Weight).map(|weight| weight.rows), slots) {
+    if let (Some(table), 1) = (table, slots) {
         // What all slots read was there before the choice.
         let input = grid.operand(Role::X).map(|x| &x.cols);
-        let first = input.is_some_and(|cols| cols.stride_j == 0);
-        let experts = program.tables[table.index()].bound;
-        let _ = write!(s, "int EXPERTS = {experts}\nint PART_UNITS = {}\nbool INPUT_FIRST = {first}\n", grid.n);
+        let first = input.is_some_and(|cols| cols.stride_j == 0 && cols.len == k);
+        let _ = write!(s, "int EXPERTS = {}\nint PART_UNITS = {}\nbool INPUT_FIRST = {first}\n", table.bound, grid.n);
+        if grid.is_dealt() {
+            let _ = writeln!(s, "int EACH = {}", table.cols);
+        }
         if grid.operand(Role::Shares).is_some() {
             s += "bool WEIGHED = true\n";
         }

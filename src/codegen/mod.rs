@@ -52,10 +52,11 @@ pub const HEADERS: [(&str, &str); 27] = [
 ];
 
 /// The headers that only batch and wave kernels include.
-pub const ROWS_HEADERS: [(&str, &str); 14] = [
+pub const ROWS_HEADERS: [(&str, &str); 15] = [
     ("monobloc_rows.cuh", include_str!("../../kernels/monobloc_rows.cuh")),
     ("rows/context.cuh", include_str!("../../kernels/rows/context.cuh")),
     ("rows/words.cuh", include_str!("../../kernels/rows/words.cuh")),
+    ("rows/deal.cuh", include_str!("../../kernels/rows/deal.cuh")),
     ("rows/ring.cuh", include_str!("../../kernels/rows/ring.cuh")),
     ("rows/select.cuh", include_str!("../../kernels/rows/select.cuh")),
     ("rows/matvec_codes.cuh", include_str!("../../kernels/rows/matvec_codes.cuh")),

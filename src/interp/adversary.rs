@@ -12,15 +12,16 @@
 use super::kernel::Isa;
 use super::memory::{Access, Cache, CacheColumns, Memory, Place, Region, StepRows, round_to_cache, word};
 use super::ops::{self, History, Scratch, Step, Streamed};
-use super::plan::{CacheShape, Plan, StreamBytes, TaskPlan, Work};
+use super::plan::{CacheShape, Chosen, DealtPart, Plan, StreamBytes, StreamRun, TaskPlan, Work};
 use super::real::Real;
 use super::threads::Direct;
 use super::{Blocked, BlockedWait, Engine, InterpError, Logits, Pack, StepResult};
 use crate::ir::schedule::Mechanism;
+use crate::ir::variant::MatVecVariant;
 use crate::ir::{BufferId, EventId, SmId, TaskId};
 use crate::random::Random;
 use std::collections::VecDeque;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 use thiserror::Error;
 
@@ -122,6 +123,8 @@ struct Loader {
     run: usize,
     /// Bytes of a fixed run, or chunks of a history run, already loaded.
     done: usize,
+    /// Bytes of the run, if parts are dealt and the loader knows which.
+    dealt: Option<usize>,
 }
 
 struct Chunk {
@@ -327,6 +330,32 @@ impl<R: Real> Adversary<R> {
         self.tags.caches[columns.cache][at..at + columns.len].iter().all(|written| written.is_seen(sm, acquired))
     }
 
+    /// The parts that a run is of, by slot, or what is dealt to it.
+    #[allow(clippy::type_complexity)] // One of the two.
+    fn look_up(
+        &self,
+        sm: SmId,
+        run: &StreamRun,
+        step: &StepRows,
+    ) -> Result<(Vec<usize>, Option<Vec<DealtPart>>), InterpError> {
+        let StreamBytes::Fixed { chosen: Some(chosen), .. } = &run.bytes else { return Ok((vec![], None)) };
+        let position = step.position;
+        for row in 0..if chosen.deal.is_some() { step.rows.len() } else { 1 } {
+            let first = chosen.entry.row(row).at(position);
+            let tags = &self.tags.exchange[first..first + chosen.entry.len];
+            if let Some(slot) = tags.iter().position(|tag| *tag != Some(position)) {
+                let (task, buffer, found) = (run.task, chosen.entry.buffer, tags[slot]);
+                let column = chosen.entry.first + slot;
+                return Err(Violation::Stale { sm, task, buffer, column, expected: position, found }.into());
+            }
+        }
+        let memory = &mut Direct { memory: &self.memory, private: &mut [], rows: step };
+        Ok(match &chosen.deal {
+            Some(deal) => (vec![], Some(chosen.dealt(deal, step.rows.len(), memory))),
+            None => (chosen.parts(memory), None),
+        })
+    }
+
     /// Brings the next chunk of an SM's stream into a free slot.
     fn load(&mut self, launch: &Launch, sm: usize) -> Result<(), InterpError> {
         let plan = self.plan.clone();
@@ -346,24 +375,30 @@ impl<R: Real> Adversary<R> {
             let buffer = plan.caches[columns.cache].buffer;
             return Err(Violation::Unordered { sm: loader.id, task: run.task, buffer, row, position }.into());
         }
-        let mut parts = vec![];
-        if let StreamBytes::Fixed { chosen: Some(chosen), .. } = &run.bytes {
-            let first = chosen.entry.row(chosen.row).at(position);
-            let tags = &self.tags.exchange[first..first + chosen.entry.len];
-            if let Some(slot) = tags.iter().position(|tag| *tag != Some(position)) {
-                let (sm, task, buffer, found) = (loader.id, run.task, chosen.entry.buffer, tags[slot]);
-                let column = chosen.entry.first + slot;
-                return Err(Violation::Stale { sm, task, buffer, column, expected: position, found }.into());
-            }
-            parts = chosen.parts(&mut Direct { memory: &self.memory, private: &mut [], rows: step });
-        }
+        let (parts, dealt) = self.look_up(loader.id, run, step)?;
         let sm = &mut self.sms[sm];
+        if let (StreamBytes::Fixed { chosen: Some(chosen), .. }, Some(dealt)) = (&run.bytes, &dealt) {
+            let bytes = dealt.iter().map(|part| part.units.len() * chosen.piece_bytes).sum();
+            sm.loader.dealt = Some(bytes);
+            if bytes == 0 {
+                plan.skip_empty(launch, &mut sm.loader, sm.id);
+                return Ok(());
+            }
+        }
         let slot_bytes = plan.ring.slot_bytes as usize;
         let Some(slot) = sm.free.pop() else { return Ok(()) };
         let words = &mut sm.slots[slot];
         words.clear();
         let mut at = 0;
         let bytes = match &run.bytes {
+            StreamBytes::Fixed { begin, variant, chosen: Some(chosen), .. } if dealt.is_some() => {
+                let parts = dealt.as_deref().unwrap_or_default();
+                let (place, chunk) = dealt_chunk(parts, chosen, variant, *begin, sm.loader.done);
+                words.extend(pack[chunk.clone()].chunks(4).map(word));
+                at = place;
+                sm.loader.done += chunk.len();
+                chunk.len()
+            }
             StreamBytes::Fixed { begin, bytes, variant, chosen } => {
                 let chunk = variant.chunk_at(sm.loader.done as u64, *bytes as u64);
                 let chunk = chunk.start as usize..chunk.end as usize;
@@ -404,7 +439,9 @@ impl<R: Real> Adversary<R> {
         let state = &self.sms[sm];
         let (id, step) = (state.id, state.step);
         let position = launch.steps[step].position;
-        if state.ring.is_empty() {
+        // A run of which nothing is dealt to the SM brings no chunk.
+        while self.sms[sm].ring.is_empty() {
+            let state = &self.sms[sm];
             if !self.can_load(launch, sm) {
                 let ring = self.plan.ring;
                 let (slots, slot_bytes) = (ring.slots, ring.slot_bytes);
@@ -447,11 +484,11 @@ impl<R: Real> Adversary<R> {
         }
 
         let mut words = [vec![], vec![]];
-        let mut rows = 0;
+        let (mut rows, mut length) = (0, 0);
         match &task.work {
             Work::MatVec(m) => {
-                // Nothing is loaded for a row that the launch does not have.
-                let length = if task.is_absent(rows_of_step.rows.len()) { 0 } else { m.streamed_bytes() };
+                let memory = &mut Direct { memory: &self.memory, private: &mut [], rows: rows_of_step };
+                length = m.streamed_bytes(m.dealt(rows_of_step.rows.len(), memory).as_deref());
                 let mut bytes = 0;
                 while bytes < length {
                     let chunk = self.next_chunk(launch, sm, task.id)?;
@@ -487,8 +524,7 @@ impl<R: Real> Adversary<R> {
             _ => {}
         }
         let streamed = match &task.work {
-            Work::MatVec(_) if task.is_absent(rows_of_step.rows.len()) => Streamed::Nothing,
-            Work::MatVec(m) => Streamed::Weights(&bytemuck::cast_slice(&words[0])[..m.streamed_bytes()]),
+            Work::MatVec(_) => Streamed::Weights(&bytemuck::cast_slice(&words[0])[..length]),
             Work::Attention(a) => Streamed::History(History {
                 keys: ops::history_rows(a.cache_dtype, &words[0], a.keys.len, a.cache_scales[0]),
                 values: ops::history_rows(a.cache_dtype, &words[1], a.values.len, a.cache_scales[1]),
@@ -618,19 +654,41 @@ fn history_chunk(step: &StepRows, bytes: &StreamBytes, done: usize) -> Option<(V
     Some(((first..last).map(|position| of.cache_row(position)).collect(), columns))
 }
 
+/// The next chunk of what is dealt, after `done` bytes: its place from `begin` on, and its bytes in the pack. Each part is divided by itself.
+fn dealt_chunk(
+    parts: &[DealtPart],
+    chosen: &Chosen,
+    variant: &MatVecVariant,
+    begin: usize,
+    done: usize,
+) -> (usize, Range<usize>) {
+    let mut before = 0;
+    for part in parts {
+        let bytes = chosen.bytes_of(begin, part);
+        if done < before + bytes.len() {
+            let chunk = variant.chunk_at((done - before) as u64, bytes.len() as u64);
+            let (from, to) = (chunk.start as usize, chunk.end as usize);
+            return (begin + before + from, bytes.start + from..bytes.start + to);
+        }
+        before += bytes.len();
+    }
+    (begin + before, 0..0)
+}
+
 impl Plan {
     /// Moves `loader` past runs that are done or bring nothing, to the next chunk or the end of the launch.
     fn skip_empty(&self, launch: &Launch, loader: &mut Loader, sm: SmId) {
         while let Some(&(regime, _)) = launch.regimes.get(loader.step) {
             let Some(run) = self.regimes[regime].streams[sm.index()].get(loader.run) else {
-                *loader = Loader { step: loader.step + 1, run: 0, done: 0 };
+                *loader = Loader { step: loader.step + 1, run: 0, done: 0, dealt: None };
                 continue;
             };
             let size = match &run.bytes {
-                StreamBytes::Fixed { bytes, chosen, .. } => {
-                    let rows = launch.steps[loader.step].rows.len();
-                    if chosen.as_ref().is_some_and(|chosen| chosen.row >= rows) { 0 } else { *bytes }
+                // What is dealt is not known before the loader has looked at the choices.
+                StreamBytes::Fixed { chosen: Some(chosen), .. } if chosen.deal.is_some() => {
+                    loader.dealt.unwrap_or(usize::MAX)
                 }
+                StreamBytes::Fixed { bytes, .. } => *bytes,
                 StreamBytes::History { rows, op, j, row, .. } => {
                     launch.steps[loader.step].rows.get(*row).map_or(0, |row| {
                         let (start, end) = op.history_share(row.position, row.past(), *j);
@@ -641,7 +699,7 @@ impl Plan {
             if loader.done < size {
                 return;
             }
-            (loader.run, loader.done) = (loader.run + 1, 0);
+            (loader.run, loader.done, loader.dealt) = (loader.run + 1, 0, None);
         }
     }
 }

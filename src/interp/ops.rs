@@ -4,7 +4,7 @@ use super::coded;
 use super::kernel::{HistoryRows, Isa};
 use super::memory::{Access, OfRow, Region, StepRows, round_to_cache};
 use super::mix::mix;
-use super::plan::{self, Current, Norm, Plan, Table, TaskPlan, Work};
+use super::plan::{self, Current, DealtPart, Norm, Plan, Table, TaskPlan, Work};
 use super::real::{self, Real, read_value};
 use super::recurrent::{convolve, group_norm, scan};
 use crate::dtype::DType;
@@ -279,12 +279,75 @@ fn plain(format: Format) -> Option<DType> {
     }
 }
 
-/// All rows of the step, or those that want logits, or row `only`: the task's units are read once for all of them.
+/// Units that a task multiplies with inputs of some rows.
+struct Product<'a> {
+    x: Region,
+    /// Where the results of a row go, without those of its slot.
+    out: Option<Region>,
+    units: usize,
+    weights: &'a [u8],
+    /// In the pack.
+    row_scales: Range<usize>,
+    /// In the constants.
+    bias: Option<Range<usize>>,
+}
+
+/// All rows of the step, or those that want logits, or row `only`: the task's units are read once for all of them. Where parts are dealt, the
+/// units of each part are read once for the rows that chose it.
 fn mat_vec<R: Real>(
     step: &Step<'_>,
     m: &plan::MatVec,
     only: Option<usize>,
-    weights: &[u8],
+    mut weights: &[u8],
+    memory: &mut impl Access,
+    s: &mut Scratch<R>,
+) {
+    if let (Some(chosen), Some(parts)) = (&m.chosen, m.dealt(step.rows.rows.len(), memory)) {
+        for DealtPart { part, units, rows } in parts {
+            let (own, rest) = weights.split_at(units.len() * chosen.piece_bytes);
+            weights = rest;
+            // Slots lie side by side, unless all of them read one input.
+            let slots = chosen.entry.len;
+            let rows_of_units = units.start * m.unit_rows..units.end * m.unit_rows;
+            for (row, slot) in rows {
+                let x = if m.x.len == m.k { m.x.clone() } else { m.x.columns(slot * (m.x.len / slots), m.k) };
+                let out = m.out.as_ref().map(|out| {
+                    let (each, columns) =
+                        (out.len / slots, if m.epilogue.is_gated() { m.unit_rows / 2 } else { m.unit_rows });
+                    let (begin, end) = ((m.first_unit + units.start) * columns, (m.first_unit + units.end) * columns);
+                    out.columns(slot * each + begin.min(each), end.min(each) - begin.min(each))
+                });
+                let scales = m.row_scales.start + part * chosen.scale_bytes;
+                let of_scales = if m.row_scales.is_empty() {
+                    0..0
+                } else {
+                    scales + 4 * rows_of_units.start..scales + 4 * rows_of_units.end
+                };
+                let bias = m.bias.as_ref().map(|bias| {
+                    let first = bias.start + part * chosen.biases;
+                    first + rows_of_units.start..first + rows_of_units.end
+                });
+                let product = Product { x, out, units: units.len(), weights: own, row_scales: of_scales, bias };
+                multiply(step, m, product, Some(row), memory, s);
+            }
+        }
+        return;
+    }
+    // Of several parts neither scales nor biases lie elsewhere.
+    let part = m.chosen.as_ref().map(|chosen| (chosen, chosen.part(memory)));
+    let first = part.map_or(0, |(chosen, part)| part * chosen.scale_bytes);
+    let row_scales = if m.row_scales.is_empty() { 0..0 } else { m.row_scales.start + first..m.row_scales.end + first };
+    let biases = part.map_or(0, |(chosen, part)| part * chosen.biases);
+    let bias = m.bias.as_ref().map(|bias| bias.start + biases..bias.end + biases);
+    let product = Product { x: m.x.clone(), out: m.out.clone(), units: m.units, weights, row_scales, bias };
+    multiply(step, m, product, only, memory, s);
+}
+
+fn multiply<R: Real>(
+    step: &Step<'_>,
+    m: &plan::MatVec,
+    product: Product<'_>,
+    only: Option<usize>,
     memory: &mut impl Access,
     s: &mut Scratch<R>,
 ) {
@@ -294,20 +357,19 @@ fn mat_vec<R: Real>(
     if count == 0 {
         return;
     }
-    // Of several parts neither scales nor biases lie elsewhere.
-    let part = m.chosen.as_ref().map(|chosen| (chosen, chosen.part(memory)));
-    let input_of = Some((step.serial, m.grid, m.x.first, only));
+    let Product { x, out, units, weights, row_scales, bias } = product;
+    let input_of = Some((step.serial, m.grid, x.first, only));
     if s.input_of != input_of || !memory.trusted() {
         s.input.clear();
         s.input_scales.clear();
         for row in rows.clone() {
-            load(&mut OfRow { memory, row }, &m.x, &mut s.load, &mut s.x);
+            load(&mut OfRow { memory, row }, &x, &mut s.load, &mut s.x);
             s.input_scales.push(match &m.norm {
                 Some(norm) => norm_stage(step.isa, norm, &step.plan.constants, &mut s.x),
                 None => R::of(1.0),
             });
             if let Some(at_random) = step.rows.at_random.filter(|of| of.staged && plain(m.format) != Some(DType::F32)) {
-                let place = (m.grid.index() as u64) << 32 | (row as u64) << 20 | m.x.first as u64;
+                let place = (m.grid.index() as u64) << 32 | (row as u64) << 20 | x.first as u64;
                 s.load.clear();
                 s.load.extend(s.x.iter().map(|x| x.to_f32()));
                 let rounded = at_random.round(step.rows.position, place, s.load.iter().copied());
@@ -321,17 +383,14 @@ fn mat_vec<R: Real>(
         }
         s.input_of = input_of;
     }
-    let each = m.units * m.unit_rows;
+    let each = units * m.unit_rows;
     s.y.resize(count * each, R::of(0.0));
     match plain(m.format) {
         Some(dtype) => R::units(step.isa, dtype, m.unit_rows, weights, count, &s.input, &mut s.y),
         None => {
             let granule_bytes = m.format.granule_bytes() as usize;
             coded::units(step.isa, m.format, granule_bytes, weights, count, &s.input, &mut s.row, &mut s.y);
-            let first = part.map_or(0, |(chosen, part)| part * chosen.scale_bytes);
-            let scales =
-                if m.row_scales.is_empty() { 0..0 } else { m.row_scales.start + first..m.row_scales.end + first };
-            s.y.chunks_exact_mut(each).for_each(|y| coded::scale_rows(&step.pack[scales.clone()], y));
+            s.y.chunks_exact_mut(each).for_each(|y| coded::scale_rows(&step.pack[row_scales.clone()], y));
         }
     }
     for (at, row) in rows.enumerate() {
@@ -339,29 +398,26 @@ fn mat_vec<R: Real>(
         if m.norm.is_some() {
             y.iter_mut().for_each(|y| *y = *y * s.input_scales[at]);
         }
-        let biases = part.map_or(0, |(chosen, part)| part * chosen.biases);
         let share = m.share.as_ref().map(|share| {
             let mut loaded = [0.0];
             OfRow { memory: &mut *memory, row }.load(share, &mut loaded);
             R::of(loaded[0])
         });
-        epilogue(step, m, biases, share, y, &mut OfRow { memory, row }, &mut s.load);
+        let bias = bias.clone().map(|bias| &step.plan.constants[bias]);
+        epilogue(m, bias, share, y, (out.as_ref(), &mut OfRow { memory, row }), &mut s.load);
     }
 }
 
-/// The epilogue of a matvec, for the products of one row. The biases of the chosen part begin `biases` after those of the first; `share`
-/// multiplies the result.
+/// The epilogue of a matvec, for the products of one row, which go to `out`; `share` multiplies the result.
 fn epilogue<R: Real>(
-    step: &Step<'_>,
     m: &plan::MatVec,
-    biases: usize,
+    bias: Option<&[f32]>,
     share: Option<R>,
     y: &mut [R],
-    memory: &mut impl Access,
+    (out, memory): (Option<&Region>, &mut impl Access),
     values: &mut Vec<f32>,
 ) {
-    if let Some(bias) = &m.bias {
-        let bias = &step.plan.constants[bias.start + biases..bias.end + biases];
+    if let Some(bias) = bias {
         y.iter_mut().zip(bias).for_each(|(y, b)| *y = *y + R::of(*b));
     }
     values.clear();
@@ -403,7 +459,7 @@ fn epilogue<R: Real>(
     if let Some(share) = share {
         values.iter_mut().for_each(|value| *value = (R::of(*value) * share).to_f32());
     }
-    if let Some(out) = &m.out {
+    if let Some(out) = out {
         values.truncate(out.len);
         memory.store(out, values);
         if let Some(pair) = &m.best {

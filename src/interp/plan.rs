@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::format::Format;
 use crate::ir::layout::{Matrix, constant_row_bytes, matrices, pack_bytes, placed_bytes};
 use crate::ir::op::{self, Epilogue, NormAttr, Op, PARTIAL_HEADER, Role};
-use crate::ir::program::{Buffer, Grid, Operand, Program, Rows, Space, part_of};
+use crate::ir::program::{Buffer, Grid, Operand, Program, Rows, Second, Space, dealt, part_of};
 use crate::ir::schedule::{Event, Ring, Schedule, Source, Task};
 use crate::ir::variant::MatVecVariant;
 use crate::ir::{BufferId, EventId, GridId, LayerId, SmId, TaskId};
@@ -176,10 +176,10 @@ pub enum StreamBytes {
 /// Which of the equal parts of a matrix a task computes with: what its ranges say is of the first.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Chosen {
-    /// The entries that say so, one for each slot of the task.
+    /// The entries that say so, one for each slot of the task, or those of a row of the step.
     pub entry: Region,
-    /// The row of the step that it is read for.
-    pub row: usize,
+    /// Parts are dealt when all rows have chosen.
+    pub deal: Option<Deal>,
     pub parts: u32,
     /// Bytes of the pack from part to part: of units, and of the scales of rows.
     pub unit_bytes: usize,
@@ -190,13 +190,59 @@ pub struct Chosen {
     pub biases: usize,
 }
 
+/// The share of a task of what is dealt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Deal {
+    pub j: u32,
+    /// Tasks with a share.
+    pub tasks: u32,
+    /// Units of a part that are dealt.
+    pub units: usize,
+}
+
+/// What is dealt to a task of one part.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DealtPart {
+    pub part: usize,
+    /// Among those of the part that are dealt.
+    pub units: Range<usize>,
+    /// The rows of the step that chose the part, and in which slot.
+    pub rows: Vec<(usize, usize)>,
+}
+
 impl Chosen {
     /// The parts that the step chose, by slot.
     pub fn parts(&self, memory: &mut impl Access) -> Vec<usize> {
+        self.parts_of(0, memory)
+    }
+
+    fn parts_of(&self, row: usize, memory: &mut impl Access) -> Vec<usize> {
         let mut words = vec![0; self.entry.len];
-        memory.load_words(&self.entry.row(self.row), &mut words);
+        memory.load_words(&self.entry.row(row), &mut words);
         // The proof keeps them below the bound; kernels clamp them, too.
         words.into_iter().map(|word| word.min(self.parts.saturating_sub(1)) as usize).collect()
+    }
+
+    /// What is dealt to a task in a step of `rows` rows.
+    pub fn dealt(&self, deal: &Deal, rows: usize, memory: &mut impl Access) -> Vec<DealtPart> {
+        let mut chosen: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
+        for row in 0..rows {
+            let parts = self.parts_of(row, memory);
+            parts.into_iter().enumerate().for_each(|(slot, part)| chosen.entry(part).or_default().push((row, slot)));
+        }
+        let share = dealt(chosen.len() * deal.units, deal.j, deal.tasks);
+        let parts = chosen.into_iter().enumerate().map(|(place, (part, rows))| {
+            let first = place * deal.units;
+            let of = |at: usize| at.clamp(first, first + deal.units) - first;
+            DealtPart { part, units: of(share.start)..of(share.end), rows }
+        });
+        parts.filter(|part| !part.units.is_empty()).collect()
+    }
+
+    /// Where the pack has what is dealt of a part, if the units of the first part begin at `begin`.
+    pub fn bytes_of(&self, begin: usize, part: &DealtPart) -> Range<usize> {
+        let at = |unit: usize| begin + part.part * self.unit_bytes + unit * self.piece_bytes;
+        at(part.units.start)..at(part.units.end)
     }
 
     /// What a task with one slot streams.
@@ -366,6 +412,8 @@ pub struct MatVec {
     pub norm: Option<Norm>,
     pub format: Format,
     pub units: usize,
+    /// The first of its units among those of the grid.
+    pub first_unit: usize,
     /// Rows of a unit.
     pub unit_rows: usize,
     /// Bytes of the pack.
@@ -385,9 +433,18 @@ pub struct MatVec {
 }
 
 impl MatVec {
-    /// Bytes that a task streams: units of as many parts as there are slots.
-    pub fn streamed_bytes(&self) -> usize {
-        self.weight.len() * self.chosen.as_ref().map_or(1, |chosen| chosen.entry.len)
+    /// What is dealt to the task, if parts are dealt, in a step of `rows` rows.
+    pub fn dealt(&self, rows: usize, memory: &mut impl Access) -> Option<Vec<DealtPart>> {
+        let chosen = self.chosen.as_ref()?;
+        chosen.deal.as_ref().map(|deal| chosen.dealt(deal, rows, memory))
+    }
+
+    /// Bytes that a task streams: what is dealt to it, or units of as many parts as there are slots.
+    pub fn streamed_bytes(&self, dealt: Option<&[DealtPart]>) -> usize {
+        match (dealt, &self.chosen) {
+            (Some(parts), Some(chosen)) => parts.iter().map(|part| part.units.len() * chosen.piece_bytes).sum(),
+            (_, chosen) => self.weight.len() * chosen.as_ref().map_or(1, |chosen| chosen.entry.len),
+        }
     }
 }
 
@@ -641,6 +698,7 @@ struct MemoryMap {
     routers: Vec<RouterShape>,
     /// Words of the exchange, output and private arenas.
     words: [usize; 3],
+    devices: u32,
     pack_bytes: u64,
     /// By buffer: place in the pack, and what lies there.
     matrices: Vec<Option<(u64, Matrix)>>,
@@ -659,6 +717,7 @@ impl MemoryMap {
             caches: vec![],
             routers: vec![],
             words: [0; 3],
+            devices: schedule.machine.devices,
             pack_bytes: pack.len() as u64,
             matrices: matrices(program).into_iter().enumerate().map(|(b, m)| Some((place(b)?, m?))).collect(),
         };
@@ -1020,9 +1079,10 @@ impl MemoryMap {
         let k = m.inputs() as usize;
         let expected = units as u64 * m.unit_bytes(format);
         let chosen = self.chosen(at, &matrix)?;
-        // Each slot has whole granules, so the units of all slots are one unit of all columns.
+        // Each slot has whole granules, so the units of all slots are one unit of all columns. Where parts are dealt, slots lie side by side.
         let slots = chosen.as_ref().map_or(1, |chosen| chosen.entry.len);
-        width(id, Role::Choices, m.slots as usize, slots)?;
+        let dealt = at.grid.is_dealt().then_some(slots.max(1));
+        width(id, Role::Choices, dealt.unwrap_or(m.slots as usize), slots)?;
         let weight = streamed.unwrap_or(0..0);
         if weight.len() as u64 != expected {
             return Err(PlanError::Stream { task: id, expected, found: weight.len() as u64 });
@@ -1032,13 +1092,7 @@ impl MemoryMap {
         let bias = self.constant(at, Role::Bias)?;
         let values = units * unit_rows;
         bias.iter().try_for_each(|b| width(id, Role::Bias, values, b.len()))?;
-        // The last unit of a grid may have fewer rows; its region says so.
-        let partial = |role, most: usize| {
-            let region = self.region(at, role)?;
-            let least = most.saturating_sub(unit_rows.saturating_sub(1));
-            width(id, role, region.len.clamp(least, most), region.len)?;
-            Ok::<Region, PlanError>(region)
-        };
+        let partial = |role, most| self.results(at, m, (role, most), dealt);
         let (out, residual, best) = match m.epilogue {
             Epilogue::Store | Epilogue::Scores | Epilogue::Act(_) => (Some(partial(Role::Out, values)?), None, None),
             Epilogue::Gated(_) | Epilogue::GatedBy { .. } | Epilogue::Clamped(_) => {
@@ -1054,7 +1108,9 @@ impl MemoryMap {
             }
         };
         let norm = self.norm(at, m.norm, Role::NormWeight, Some(Role::NormBias), k)?;
-        let x = self.sized(at, Role::X, k)?;
+        let x = self.region(at, Role::X)?;
+        let inputs = dealt.filter(|_| x.len != k).unwrap_or(1);
+        width(id, Role::X, k.max(x.len / inputs) * inputs, x.len)?;
         let share = self.optional(at, Role::Shares)?;
         if let Some(share) = &share {
             width(id, Role::Shares, 1, share.len)?;
@@ -1068,6 +1124,7 @@ impl MemoryMap {
             norm,
             format,
             units,
+            first_unit: at.lo as usize,
             unit_rows,
             weight,
             row_scales,
@@ -1079,6 +1136,29 @@ impl MemoryMap {
             residual,
             best,
         })
+    }
+
+    /// A region of `most` results of a product, or fewer, because the last unit of a grid may have fewer rows; where parts are dealt to tasks, of
+    /// so many slots side by side.
+    fn results(
+        &self,
+        at: At<'_>,
+        m: &op::MatVec,
+        (role, most): (Role, usize),
+        dealt: Option<usize>,
+    ) -> Result<Region, PlanError> {
+        let (region, unit) = (self.region(at, role)?, m.unit_rows as usize);
+        match dealt {
+            Some(slots) => {
+                // The units of all devices.
+                let most = at.grid.n as usize * if m.epilogue.is_gated() { unit / 2 } else { unit };
+                width(at.id, role, (region.len / slots).clamp(1, most) * slots, region.len)?;
+            }
+            None => {
+                width(at.id, role, region.len.clamp(most.saturating_sub(unit.saturating_sub(1)), most), region.len)?
+            }
+        }
+        Ok(region)
     }
 
     /// The part of its matrix that a task takes, if the matrix has parts.
@@ -1094,9 +1174,16 @@ impl MemoryMap {
         if !whole || self.constant_len(at).is_some_and(|len| end > len) {
             return Err(PlanError::Parts { grid: at.grid_id, parts: table.bound });
         }
+        let deal = match at.grid.second {
+            Second::Dealt(tasks) => {
+                let tasks = (tasks / self.devices.max(1)).max(1);
+                Some(Deal { j: at.j % tasks, tasks, units: at.hi.saturating_sub(at.lo) as usize })
+            }
+            _ => None,
+        };
         Ok(Some(Chosen {
             entry: self.region(at, Role::Choices)?,
-            row: at.row as usize,
+            deal,
             parts: table.bound,
             piece_bytes: usize::try_from(matrix.unit_bytes).unwrap_or(usize::MAX),
             unit_bytes: bytes(matrix.unit_bytes),
@@ -1323,13 +1410,12 @@ struct At<'a> {
     lo: u32,
     hi: u32,
     j: u32,
-    row: u32,
 }
 
 impl<'a> At<'a> {
     fn new(program: &'a Program, id: TaskId, task: &Task) -> Result<At<'a>, PlanError> {
         let grid = program.grids.get(task.grid.index()).ok_or(PlanError::Grid { task: id, grid: task.grid })?;
-        Ok(At { program, grid, grid_id: task.grid, id, lo: task.lo, hi: task.hi, j: task.j, row: task.row })
+        Ok(At { program, grid, grid_id: task.grid, id, lo: task.lo, hi: task.hi, j: task.j })
     }
 
     fn operand(&self, role: Role) -> Result<&'a Operand, PlanError> {

@@ -452,13 +452,23 @@ fn streamed<'a>(
     match &task.work {
         Work::MatVec(m) => {
             let Some(chosen) = &m.chosen else { return Streamed::Weights(&pack[m.weight.clone()]) };
-            let parts = chosen.parts(&mut Direct { memory: &shared.memory, private: &mut [], rows });
+            let memory = &mut Direct { memory: &shared.memory, private: &mut [], rows };
+            if let Some(dealt) = m.dealt(rows.rows.len(), memory) {
+                let bytes = |part| &pack[chosen.bytes_of(m.weight.start, part)];
+                if let [part] = dealt.as_slice() {
+                    return Streamed::Weights(bytes(part));
+                }
+                gathered.clear();
+                dealt.iter().for_each(|part| gathered.extend_from_slice(bytes(part)));
+                return Streamed::Weights(gathered);
+            }
+            let parts = chosen.parts(memory);
             if let [part] = parts.as_slice() {
                 let part = part * chosen.unit_bytes;
                 return Streamed::Weights(&pack[m.weight.start + part..m.weight.end + part]);
             }
             gathered.clear();
-            let pieces = chosen.pieces(m.weight.start, 0..m.streamed_bytes(), &parts);
+            let pieces = chosen.pieces(m.weight.start, 0..m.streamed_bytes(None), &parts);
             pieces.for_each(|piece| gathered.extend_from_slice(&pack[piece]));
             Streamed::Weights(gathered)
         }

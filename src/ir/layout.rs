@@ -222,14 +222,16 @@ fn parts(program: &Program) -> Vec<u32> {
     parts
 }
 
-/// Bytes of weights that each SM streams in a step of the first regime.
+/// Bytes of weights that each SM streams in a step of the first regime, at most.
 pub fn streamed_bytes(schedule: &Schedule) -> Vec<u64> {
     let (program, first) = (&schedule.program, schedule.regimes.first());
     let bytes = |run: &Run| {
         let grid = first.and_then(|regime| program.grids.get(regime.tasks.get(run.task.index())?.grid.index()));
         match (run.source, grid.map(|grid| (&grid.op, grid))) {
             (Source::Units { buffer: _, lo, hi }, Some((Op::MatVec(m), grid))) => {
-                u64::from(hi.saturating_sub(lo)) * m.streamed_bytes(program.format_of(grid))
+                let units = hi.saturating_sub(lo);
+                let units = schedule.units_dealt_max(grid, units).unwrap_or(units);
+                u64::from(units) * m.streamed_bytes(program.format_of(grid))
             }
             _ => 0,
         }
@@ -472,6 +474,15 @@ pub struct RowNeeds {
     pub pitch_bytes: u32,
     /// Whether attention runs on tensor cores.
     pub tensor_attention: bool,
+    /// Bytes of what rows have chosen, where parts are dealt: see [`dealt_bytes`].
+    pub dealt_bytes: u32,
+}
+
+/// Bytes that a block of a batch kernel of `rows` rows keeps of the choices of a layer, if each row chooses `slots` of `parts`: two barriers and
+/// two counts, for each part the rows that chose it, a bit each, the distinct parts, and what each row chose.
+pub fn dealt_bytes(rows: u32, parts: u32, slots: u32) -> u32 {
+    let (rows, masks) = (rows.next_multiple_of(WORD_ROWS), rows.div_ceil(32));
+    32 + parts * masks * 4 + (rows * slots).min(parts) * 2 + rows * slots * 2
 }
 
 /// Rows of the step in a tile of attention on tensor cores.
@@ -492,7 +503,7 @@ impl SmemNeeds {
         let heads = heads.max(self.mix * 4);
         // Which rows take part, their tokens, two statistics and the best logit of each warp.
         let state = RING_SLOTS_MAX * 16 + self.consumer_warps * 64 + 512;
-        [stage, sums, heads, state + 16 + n.rows * 4 + self.consumer_warps * n.rows * 24]
+        [stage, sums, heads, state + 16 + n.rows * 4 + self.consumer_warps * n.rows * 24 + n.dealt_bytes]
     }
 }
 

@@ -341,6 +341,16 @@ impl<'a> Parser<'a> {
         Ok((view, rows))
     }
 
+    fn second(&mut self) -> Result<Second, ParseError> {
+        Ok(if self.eat_attr("axis")? {
+            Second::Axis(self.u32()?)
+        } else if self.eat_attr("dealt")? {
+            Second::Dealt(self.u32()?)
+        } else {
+            Second::Ordinal(self.attr_u32("ordinal")?)
+        })
+    }
+
     fn grid(&mut self) -> Parsed<Grid> {
         let op_name = self.words(&[
             "select",
@@ -360,8 +370,7 @@ impl<'a> Parser<'a> {
         ])?;
         let name = self.string()?;
         let n = self.attr_u32("n")?;
-        let second =
-            if self.eat_attr("axis")? { Second::Axis(self.u32()?) } else { Second::Ordinal(self.attr_u32("ordinal")?) };
+        let second = self.second()?;
         let site = if self.eat_attr("site")? { Some(self.site()?) } else { None };
         let per_row = self.eat("per_row");
         let op = match op_name {
@@ -1654,7 +1663,11 @@ regime r1 from 32
     }
 
     fn grids() -> impl Strategy<Value = Grid> {
-        let second = prop_oneof![numbers().prop_map(Second::Axis), numbers().prop_map(Second::Ordinal)];
+        let second = prop_oneof![
+            numbers().prop_map(Second::Axis),
+            numbers().prop_map(Second::Ordinal),
+            numbers().prop_map(Second::Dealt)
+        ];
         let sites = (prop::sample::select(&LayerOp::ALL[..]), prop::option::of(numbers().prop_map(LayerId)))
             .prop_map(|(op, layer)| Site { op, layer });
         let labels = (names(), prop::option::of(sites));

@@ -238,6 +238,7 @@ fn write_grid(out: &mut String, program: &Program, id: GridId, grid: &Grid) -> f
     let (axis, extent) = match second {
         Second::Axis(extent) => ("axis", extent),
         Second::Ordinal(extent) => ("ordinal", extent),
+        Second::Dealt(extent) => ("dealt", extent),
     };
     write!(out, "{id} = {} {} n={n} {axis}={extent}", op.name(), Quoted(name))?;
     if let Some(Site { op, layer }) = site {

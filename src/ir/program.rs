@@ -6,6 +6,7 @@ use super::{BufferId, GridId, LayerId, TableId};
 use crate::dtype::{DType, Precision};
 use crate::format::Format;
 use crate::model::graph::{RopeId, RowView, TensorId};
+use std::ops::Range;
 
 /// A tile-level task graph with the cache position as its symbol: one program serves every position below `context_max`.
 #[derive(Debug, Clone, PartialEq)]
@@ -233,12 +234,22 @@ pub enum Second {
     Axis(u32),
     /// The ordinal of the task within its grid, below this bound: every i is launched once, every j at most once.
     Ordinal(u32),
+    /// Parts that a table chooses among are dealt to so many tasks when the rows of the step have chosen. The units of the distinct parts, in
+    /// ascending order, are one list; task j takes its share of it ([`dealt`]), for all rows that chose a part. Which units those are is known
+    /// only then, so a task names all indices. Of several devices each has as many tasks, one device after another, which share what it holds.
+    Dealt(u32),
+}
+
+/// Which of `units` in a row task `j` of `tasks` takes.
+pub fn dealt(units: usize, j: u32, tasks: u32) -> Range<usize> {
+    let begin = |j: u32| (units as u64 * u64::from(j) / u64::from(tasks.max(1))) as usize;
+    begin(j)..begin(j + 1)
 }
 
 impl Second {
     pub fn extent(self) -> u32 {
         match self {
-            Second::Axis(n) | Second::Ordinal(n) => n,
+            Second::Axis(n) | Second::Ordinal(n) | Second::Dealt(n) => n,
         }
     }
 }
@@ -421,6 +432,32 @@ impl Program {
         self.table(Holds::Sequences).map_or(1, |(_, table)| table.bound.min(self.rows).max(1))
     }
 
+    /// The table that chooses which part of its matrix a grid computes with.
+    pub fn looked_up(&self, grid: &Grid) -> Option<&Table> {
+        match grid.operand(Role::Weight)?.rows {
+            Rows::Lookup(table) => self.tables.get(table.index()),
+            _ => None,
+        }
+    }
+
+    /// Whether a grid is the first to which parts are dealt of those that look up one table.
+    pub fn deals_first(&self, id: GridId) -> bool {
+        let table = |grid: &Grid| grid.operand(Role::Weight).map(|weight| weight.rows).filter(|_| grid.is_dealt());
+        let own = self.grids.get(id.index()).and_then(table);
+        own.is_some() && self.grids[..id.index()].iter().all(|grid| table(grid) != own)
+    }
+
+    /// The most parts that a table of choices chooses among, and the most that it chooses for a row; `None`: there is no choice.
+    pub fn chosen_max(&self) -> Option<(u32, u32)> {
+        let of_choices = self.tables.iter().filter(|table| table.holds == Holds::Choices);
+        of_choices.map(|table| (table.bound, table.cols)).reduce(|a, b| (a.0.max(b.0), a.1.max(b.1)))
+    }
+
+    /// Most distinct parts that the rows of a step choose among those of a grid.
+    pub fn parts_chosen_max(&self, grid: &Grid) -> u32 {
+        self.looked_up(grid).map_or(1, |table| table.rows.saturating_mul(table.cols).min(table.bound))
+    }
+
     /// The table of the host that holds `holds`.
     pub fn table(&self, holds: Holds) -> Option<(TableId, &Table)> {
         (0..).map(TableId).zip(&self.tables).find(|(_, table)| table.holds == holds)
@@ -428,6 +465,11 @@ impl Program {
 }
 
 impl Grid {
+    /// Whether its parts are dealt when the rows of the step have chosen them.
+    pub fn is_dealt(&self) -> bool {
+        matches!(self.second, Second::Dealt(_))
+    }
+
     /// Parts of the sequences that its tasks divide among them: 1 unless it touches [`Rows::Part`].
     pub fn parts(&self) -> u32 {
         match self.second {

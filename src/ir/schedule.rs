@@ -2,7 +2,7 @@
 
 use super::layout::{QUEUE_ENTRY_BYTES, place_align, placed_bytes};
 use super::op::OpKey;
-use super::program::{Program, Space};
+use super::program::{Grid, Program, Second, Space};
 use super::variant::{AttentionVariant, MatVecVariant, Variant};
 use super::{BufferId, EventId, GridId, SmId, TaskId};
 use std::collections::{BTreeMap, HashMap};
@@ -272,13 +272,21 @@ impl Schedule {
         &self.regimes[after.saturating_sub(1)]
     }
 
-    /// Units of the longest task for each grid, over all grids with the same op: layers share one kernel, however they are divided.
+    /// Most units that a task of a dealt grid takes, of all parts, if its device has `units` of each part.
+    pub fn units_dealt_max(&self, grid: &Grid, units: u32) -> Option<u32> {
+        let Second::Dealt(tasks) = grid.second else { return None };
+        let each = (tasks / self.machine.devices.max(1)).max(1);
+        Some(units.saturating_mul(self.program.parts_chosen_max(grid)).div_ceil(each))
+    }
+
+    /// Units of the longest task for each grid, without a break between parts, over all grids with the same op: layers share one kernel, however they are divided.
     pub fn longest_tasks(&self) -> Vec<u32> {
         let grids = &self.program.grids;
         let mut own = vec![1; grids.len()];
         for task in self.regimes.iter().flat_map(|r| &r.tasks) {
-            if let Some(most) = own.get_mut(task.grid.index()) {
-                *most = task.hi.saturating_sub(task.lo).max(*most);
+            if let (Some(most), Some(grid)) = (own.get_mut(task.grid.index()), grids.get(task.grid.index())) {
+                let named = task.hi.saturating_sub(task.lo);
+                *most = self.units_dealt_max(grid, named).map_or(named, |dealt| dealt.min(named)).max(*most);
             }
         }
         // By a key: comparing each op with each would take most of the time of a deep model's proof.

@@ -219,23 +219,27 @@ impl Builder<'_> {
         }
     }
 
-    /// A product for each slot, with the matrix of the expert that it chose.
+    /// A product for each slot, with the matrix of the expert that it chose, or for each expert, with the rows that chose it.
     fn matvec_of_experts(&mut self, name: &str, site: Site, of: OfExperts<'_>, choice: &Choice) {
         let Choice { table, choices, shares, slots } = *choice;
         let experts = of.linears.len() as u32;
         let all: Vec<&Linear> = of.linears.iter().flatten().copied().collect();
-        let mut operands = vec![self.own(self.read(Role::X, of.x, of.input))];
+        // Steps of several rows read an expert once for all rows that chose it; a task of one row is about one slot.
+        let is_dealt = self.program.rows > 1;
+        let each = |cols: Cols| if is_dealt { Cols::all(cols.limit) } else { cols };
+        let mut operands = vec![self.read(Role::X, of.x, each(of.input))];
         let (op, held) = self.product(name, of.norm, &all, of.epilogue, Some((table, experts)));
         operands.extend(held);
-        let entry = Cols { stride_j: 1, limit: slots, ..Cols::all(1) };
-        operands.push(self.own(self.read(Role::Choices, choices, entry)));
-        operands.extend(of.weighed.then(|| self.own(self.read(Role::Shares, shares, entry))));
+        let entry = each(Cols { stride_j: 1, limit: slots, ..Cols::all(1) });
+        operands.push(self.read(Role::Choices, choices, entry));
+        operands.extend(of.weighed.then(|| self.read(Role::Shares, shares, entry)));
         let len = if op.epilogue.is_gated() { UNIT_ROWS / 2 } else { op.unit_rows };
         let limit = self.program.buffers[of.out.index()].cols.min(slots * of.columns);
         let cols = Cols { stride: len, stride_j: of.columns, limit, ..Cols::all(len) };
-        operands.push(self.own(self.write(Role::Out, of.out, cols)));
+        operands.push(self.write(Role::Out, of.out, each(cols)));
         let units = op.units();
-        self.grid(name, Some(site), Op::MatVec(op), units, Second::Axis(slots), operands);
+        let second = if is_dealt { Second::Dealt(self.candidate.sms) } else { Second::Axis(slots) };
+        self.grid(name, Some(site), Op::MatVec(op), units, second, operands);
     }
 
     /// The sum over slots, added to the residual, or normalised first.

@@ -17,10 +17,9 @@ use crate::digest::Digest;
 use crate::error::{Fault, Tier};
 use crate::ir::schedule::Schedule;
 use crate::manifest::SearchKernel;
-use crate::model::graph::ModelGraph;
 use crate::target::Target;
 use crate::validate::Validated;
-use crate::waves::{EXPERT_STEP_ROWS_MIN, Proven, STEP_ROWS_MIN};
+use crate::waves::{Proven, STEP_ROWS_MIN};
 
 use super::device_rows::{place_kernel, prove_kernel, rows_source};
 use super::device_waves::{chosen_knobs, plan_ragged, plan_steps, waves_digests, waves_source};
@@ -136,9 +135,8 @@ impl<'a> StepsKernels<'a> {
         let BuildContext { manifest, target, imported, .. } = *self.context;
         let kernels = kernel_rows(&imported.graph, manifest.precision, target);
         let context = self.context;
-        let waves = wave_rows_min(&imported.graph);
         let knobs = |schedule: &Schedule, rows| chosen_knobs(context, SearchKernel::Wave { rows }, schedule);
-        steps_kernel(target, kernels, waves, room, &mut |room| self.proven(room), &knobs)
+        steps_kernel(target, kernels, room, &mut |room| self.proven(room), &knobs)
     }
 
     /// What runs steps of `room.rows` rows of which few have long histories.
@@ -166,12 +164,7 @@ impl<'a> StepsKernels<'a> {
     }
 }
 
-/// Least rows of a step that runs wave by wave.
-fn wave_rows_min(graph: &ModelGraph) -> u32 {
-    if graph.has_experts() { EXPERT_STEP_ROWS_MIN } else { STEP_ROWS_MIN }
-}
-
-/// The kernel that runs steps of `room.rows` rows, among those with `kernels` rows (ascending) that `place` places and proves. From `waves` rows on it is a
+/// The kernel that runs steps of `room.rows` rows, among those with `kernels` rows (ascending) that `place` places and proves. From [`STEP_ROWS_MIN`] rows on it is a
 /// plan of waves, if there is one. `knobs`: those of such a plan over a schedule.
 ///
 /// # Errors
@@ -179,13 +172,12 @@ fn wave_rows_min(graph: &ModelGraph) -> u32 {
 fn steps_kernel(
     target: &Target,
     kernels: &[u32],
-    waves: u32,
     room: Room,
     place: &mut dyn FnMut(Room) -> Result<Arc<Validated>, Fault>,
     knobs: &dyn Fn(&Schedule, u32) -> WaveKnobs,
 ) -> Result<StepsKernel, Fault> {
     let rows = room.rows;
-    if let Some(&smallest) = kernels.first().filter(|_| rows >= waves)
+    if let Some(&smallest) = kernels.first().filter(|_| rows >= STEP_ROWS_MIN)
         && let Some(validated) = fitting(place(Room { rows: smallest, ..room }))?
         && let knobs = knobs(validated.schedule(), rows)
         && fitting(plan_steps(target, &validated, rows, &knobs).map(drop))?.is_some()
@@ -259,7 +251,7 @@ mod tests {
         };
         let room = Room { rows, sequences: rows, positions: u64::from(rows) * 512 };
         let knobs = |_: &Schedule, _| WaveKnobs::default();
-        steps_kernel(target, kernel_rows(graph, precision, target), wave_rows_min(graph), room, &mut place, &knobs)
+        steps_kernel(target, kernel_rows(graph, precision, target), room, &mut place, &knobs)
     }
 
     /// No format is refused for a number of rows on a target that has room for a kernel of several rows.

@@ -213,12 +213,15 @@ impl Rules<'_> {
             });
         }
         self.fills(schedule);
+        self.deals(schedule);
         for (g, grid) in (0..).zip(&program.grids) {
             let taken = match &grid.op {
                 Op::Attention(a) => a.splits == 1 && grid.per_row,
                 Op::MatVec(m) => {
                     !m.own_input
-                        && grid.per_row == grid.operand(Role::Choices).is_some()
+                        && !grid.per_row
+                        && grid.is_dealt() == grid.operand(Role::Choices).is_some()
+                        && (!grid.is_dealt() || grid.second.extent() == schedule.machine.sms)
                         && m.slots == 1
                         && grid.operand(Role::Shares).is_none()
                 }
@@ -233,13 +236,17 @@ impl Rules<'_> {
             self.expect_rule(Rule::KernelRows, taken, Entity::Grid(GridId(g)), || {
                 format!(
                     "the batch kernel has no such `{}`: expected no KV splits, own input or sums on every SM, \
-                     and tasks per row in attention and experts alone",
+                     tasks per row in attention alone, and experts dealt to all SMs",
                     grid.op.name()
                 )
             });
             // matvec.cuh: slots of the input begin with spans of words.
             let span = SPAN_BYTES / precision.wire.bytes() as u32;
-            let pitch = grid.operand(Role::Choices).and_then(|_| grid.operand(Role::X)).map_or(0, |x| x.cols.stride_j);
+            let slots = program.looked_up(grid).map_or(1, |table| table.cols.max(1));
+            let pitch = grid.operand(Role::Choices).and_then(|_| grid.operand(Role::X)).map_or(0, |x| match &grid.op {
+                Op::MatVec(m) if x.cols.len == m.k => 0,
+                _ => x.cols.len / slots,
+            });
             self.expect_rule(Rule::KernelRows, pitch % span == 0, Entity::Grid(GridId(g)), || {
                 format!("expected slots of a multiple of {span} columns, found {pitch}")
             });
@@ -255,6 +262,32 @@ impl Rules<'_> {
                     Entity::Grid(GridId(g)),
                     || format!("expected pages of a multiple of {rows} rows, those of a chunk, found {page}"),
                 );
+            }
+        }
+    }
+
+    /// deal.cuh: a block keeps the choices of one layer. It takes them before the first of its tasks to which parts are dealt, and keeps them
+    /// until the first one of the next layer.
+    fn deals(&mut self, schedule: &Schedule) {
+        let program = &schedule.program;
+        let table = |grid: GridId| program.grids[grid.index()].operand(Role::Weight).map(|weight| weight.rows);
+        let first: Vec<bool> = (0..program.grids.len()).map(|g| program.deals_first(GridId::from(g))).collect();
+        for (r, regime) in (0..).zip(&schedule.regimes) {
+            for queue in &regime.queues {
+                let mut kept = None;
+                for &id in queue {
+                    let grid = regime.tasks[id.index()].grid;
+                    if !program.grids[grid.index()].is_dealt() {
+                        continue;
+                    }
+                    if first[grid.index()] {
+                        kept = table(grid);
+                    }
+                    self.expect_rule(Rule::KernelRows, kept == table(grid), Entity::Task(r, id), || {
+                        "expected tasks to which parts are dealt layer by layer, in the order of the program"
+                            .to_string()
+                    });
+                }
             }
         }
     }
@@ -787,6 +820,25 @@ fn beside_others(grid: &Grid, operand: &Operand) -> bool {
 mod tests {
     use super::*;
     use crate::ir::schedule::Regime;
+
+    /// A schedule that breaks this rule today waits for itself, too.
+    #[test]
+    fn a_block_has_choices_before_it_deals() {
+        let text = include_str!("../../tests/filetests/validate/proven-looked-up-rows.mkir");
+        let mut schedule = crate::ir::parse::parse(text).unwrap();
+        let found = |schedule: &Schedule| {
+            let mut found = Found::default();
+            Rules { found: &mut found }.deals(schedule);
+            found.list.iter().map(|violation| violation.entity).collect::<Vec<_>>()
+        };
+        assert_eq!(found(&schedule), []);
+        let Regime { tasks, queues, .. } = &mut schedule.regimes[0];
+        let dealt = |task: &TaskId| schedule.program.grids[tasks[task.index()].grid.index()].is_dealt();
+        let all: Vec<usize> = (0..queues[0].len()).filter(|at| dealt(&queues[0][*at])).collect();
+        queues[0].swap(all[0], all[1]);
+        let early = queues[0][all[0]];
+        assert_eq!(found(&schedule), [Entity::Task(0, early)]);
+    }
 
     /// Every schedule that breaks this rule today breaks others, too, which are looked at before it.
     #[test]

@@ -77,11 +77,16 @@
 //!
 //! - The choice is bounded: only `route`s write what a table of the device names, each with a slot for every column of the table, and each
 //!   among at most as many experts as there are parts (`tables`).
-//! - It is there before it is used. The task reads the entry of its slot and row, and waits for it. Its run waits for the event of
-//!   exactly this entry (`events`), which is a part of the order that has no cycle (`order`). The loader looks before the task can read its
+//! - It is there before it is used. The task reads the entries that it depends on, and waits for them. Its run waits for the event of
+//!   exactly these entries (`events`), which is a part of the order that has no cycle (`order`). The loader looks before the task can read its
 //!   chunks, so a choice that is overwritten only after its readers is overwritten after their loaders, too (`races`).
-//! - Each unit of each slot of each row is computed once: slots are the second axis of the launch, rows the third (`wellformed`). The
-//!   inputs of the sum lie in the order of slots (`operands`).
+//! - Each unit of each slot is computed once: slots are the second axis of the launch (`wellformed`). The inputs of the sum lie in the order of
+//!   slots (`operands`).
+//!
+//! In a step of several rows the parts that rows chose are dealt. Each share of the list has one task, which names all that its device holds
+//! (`wellformed`). Shares do not overlap, and a row chooses a part in one slot, so each unit of each slot of each row is computed once. What a
+//! dealt task reads, writes and waits for is what it may: for deadlock it waits for all of it, and where accesses must be ordered, its waits and
+//! those for what it writes count for nothing, but for the choices, which it polls all (`races`).
 //!
 //! That the right experts are chosen, weighed and added is a judgement about the program (`same`).
 //!
@@ -119,7 +124,7 @@
 //!   may round differently.
 //! - *States.* The columns of a state are updated in place by the task of one launch index, in the rows of its part of the sequences. It is
 //!   on the same SM in every regime (`state-owner`, `states`). So program order lies between a step's update and the next one.
-//! - *Words.* A word is cleared in the step after the one that stored it, by its owner there. A launch may end in any regime and the
+//! - *Words.* A word is cleared in the step after the one that stored it, by its owner there, which may be another SM. A launch may end in any regime and the
 //!   next one may begin in any, so any regime may follow any. All regimes write the same words (`regime-words`), so each step clears
 //!   all that the step before has stored.
 //! - *Carried columns.* A carried event has a counterpart in the regime before (`carried-match`), which writes the buffer

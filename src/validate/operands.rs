@@ -9,7 +9,7 @@ use crate::ir::op::{
 };
 use crate::ir::program::{Buffer, Cols, Content, Grid, Operand, Program, Rows, Second, Space};
 use crate::ir::schedule::Schedule;
-use crate::ir::table::{Holds, Table, TableHome};
+use crate::ir::table::{Holds, TableHome};
 use crate::ir::{BufferId, GridId};
 use crate::model::graph::{ClampedSwiglu, ExpertGroups, NormKind, QkNormSpan, RowView};
 use std::collections::BTreeMap;
@@ -347,9 +347,12 @@ fn launch_extents(id: GridId, grid: &Grid, program: &Program, sms: u32, found: &
             Second::Ordinal(most.clamp(1, grid.n.max(1)))
         }
         (Op::MatVec(MatVec { epilogue: Epilogue::Logits { .. }, .. }), Second::Axis(_)) => Second::Ordinal(grid.n),
-        // A launch index for each slot of the table that is looked up, unless each has all slots.
+        // A launch index for each slot of the table that is looked up, unless each has all slots; of several rows parts are dealt.
         (Op::MatVec(m), _) if m.slots > 1 => Second::Axis(1),
-        (Op::MatVec(_), _) => Second::Axis(looked_up(grid, program).map_or(1, |table| table.cols)),
+        (Op::MatVec(_), Second::Dealt(tasks)) if program.rows > 1 && program.looked_up(grid).is_some() => {
+            Second::Dealt(tasks.max(1))
+        }
+        (Op::MatVec(_), _) => Second::Axis(program.looked_up(grid).map_or(1, |table| table.cols)),
         _ => Second::Axis(1),
     };
     if grid.second != expected {
@@ -488,7 +491,7 @@ fn inputs_of_sum(id: GridId, grid: &Grid, found: &mut Found) {
 
 /// A task that computes with a chosen part reads the choice itself: where the part's scales and biases lie depends on it.
 fn choices(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
-    let table = looked_up(grid, program);
+    let table = program.looked_up(grid);
     if let Op::MatVec(m) = &grid.op
         && m.slots > 1
         && (table.map(|table| table.cols) != Some(m.slots) || grid.operand(Role::Bias).is_some())
@@ -517,19 +520,11 @@ fn choices(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
     }
 }
 
-/// The table that chooses a matrix for a product.
-fn looked_up<'a>(grid: &Grid, program: &'a Program) -> Option<&'a Table> {
-    match grid.operand(Role::Weight)?.rows {
-        Rows::Lookup(table) => program.tables.get(table.index()),
-        _ => None,
-    }
-}
-
 /// Each immutable operand of a grid has content of the kind and size that its role reads.
 fn contents(id: GridId, grid: &Grid, program: &Program, found: &mut Found) {
     let rows_of_matvec = match &grid.op {
         Op::MatVec(m) => {
-            let parts = looked_up(grid, program).map_or(1, |table| table.bound);
+            let parts = program.looked_up(grid).map_or(1, |table| table.bound);
             let interleave = if m.epilogue.is_gated() { GATED_INTERLEAVE } else { 1 };
             Some((m.rows.saturating_mul(parts), interleave))
         }
@@ -734,11 +729,6 @@ fn parts(operand: &Operand, program: &Program) -> u32 {
     }
 }
 
-/// The entry of a table of choices, or what else each slot has one of, of slot `j`.
-fn entry_of_slot(table: &Table) -> Cols {
-    Cols { stride_j: 1, limit: table.cols, ..Cols::all(1) }
-}
-
 /// Columns of the table that an `embed` reads.
 fn table_width(grid: &Grid, program: &Program) -> u32 {
     grid.operand(Role::Table).map_or(0, |o| program.buffers[o.buffer.index()].cols)
@@ -764,7 +754,6 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
     let rows = match (program.rows, &grid.op) {
         (1, _) => Rows::One,
         (_, Op::Attention(_) | Op::AttentionMerge { .. } | Op::Route(_)) => Rows::Own,
-        (_, Op::MatVec(_)) if looked_up(grid, program).is_some() => Rows::Own,
         _ => Rows::All,
     };
     let exchange = |dtype, cols| Want { space: Space::Exchange, dtype, rows, cols, extent: Extent::Shared };
@@ -883,11 +872,12 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
         }
         Op::MatVec(m) => {
             let units = m.units();
-            let table = looked_up(grid, program);
+            let table = program.looked_up(grid);
             // A task takes all slots, or one.
             let (all_slots, table_of_slot) = (m.slots > 1, table.filter(|_| m.slots == 1));
-            // Columns of one slot where each has its own, side by side.
+            // Columns of one slot where each has its own, side by side; of all slots if parts are dealt.
             let of_slots = |cols: Cols, width: u32| match table_of_slot {
+                Some(table) if grid.is_dealt() => Cols::all(width.saturating_mul(table.cols)),
                 Some(table) => Cols { stride_j: width, limit: width.saturating_mul(table.cols), ..cols },
                 None => cols,
             };
@@ -898,8 +888,9 @@ fn want(grid: &Grid, operand: &Operand, program: &Program) -> Option<Want> {
                 Role::Choices if all_slots => Some(exchange(DType::I32, Cols::all(m.slots))),
                 // Slots that add to one residual one after another would have no order.
                 Role::Choices if matches!(m.epilogue, Epilogue::Residual { .. }) => None,
-                Role::Choices => table.map(|table| exchange(DType::I32, entry_of_slot(table))),
-                Role::Shares => table_of_slot.map(|table| exchange(DType::F32, entry_of_slot(table))),
+                // The entry of a table of choices, or what else each slot has one of.
+                Role::Choices => table.map(|_| exchange(DType::I32, of_slots(Cols::all(1), 1))),
+                Role::Shares => table_of_slot.map(|_| exchange(DType::F32, of_slots(Cols::all(1), 1))),
                 // Before the inputs of slots: what its SM has is one vector, so a slot has no input of its own there.
                 Role::X if m.own_input => Some(private(DType::F32, Cols::all(m.k))),
                 Role::X if table_of_slot.is_some() && !shared_input => {

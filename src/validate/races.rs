@@ -202,10 +202,12 @@ impl<'a> Run<'a> {
                     slots[wait.event.index()]
                 };
                 let Some(slot) = slot else { continue };
-                let (dependency, visibility) = pool.get(slot);
-                join(&mut self.dependency[row.clone()], dependency);
-                if event.mechanism.orders_memory() {
-                    join(&mut self.visibility[row.clone()], visibility);
+                if facts.grids.tells(task.grid, event.buffer) {
+                    let (dependency, visibility) = pool.get(slot);
+                    join(&mut self.dependency[row.clone()], dependency);
+                    if event.mechanism.orders_memory() {
+                        join(&mut self.visibility[row.clone()], visibility);
+                    }
                 }
                 if !event.carried {
                     let left = &mut waits_left[wait.event.index()];

@@ -33,15 +33,17 @@ pub(super) fn check(program: &Program, found: &mut Found) {
     }
 }
 
-/// A lookup takes one of the choices of a row, and the chosen part begins with a unit.
+/// A lookup takes one of the choices of a row, or the parts that all rows chose are dealt; a part begins with a unit.
 fn lookups(program: &Program, found: &mut Found) {
     for (g, grid) in (0..).zip(&program.grids) {
         for operand in &grid.operands {
             let Rows::Lookup(id) = operand.rows else { continue };
-            if program.tables[id.index()].holds != Holds::Choices || grid.per_row != (program.rows > 1) {
+            if program.tables[id.index()].holds != Holds::Choices || grid.is_dealt() != (program.rows > 1) {
                 found.add_with(Rule::Table, Entity::Grid(GridId(g)), || {
                     let role = operand.role.name();
-                    let message = format!("expected a table of choices for `{role}` of one row, found another");
+                    let message = format!(
+                        "expected a table of choices for `{role}`, whose parts are dealt in steps of several rows"
+                    );
                     (message, vec![note(Entity::Table(id), "is looked up")])
                 });
             }

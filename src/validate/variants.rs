@@ -22,7 +22,9 @@ pub(super) fn check(schedule: &Schedule, target: &Target, found: &mut Found) {
     let mut longest = vec![0u32; schedule.program.grids.len()];
     for task in schedule.regimes.iter().flat_map(|regime| &regime.tasks) {
         let most = &mut longest[task.grid.index()];
-        *most = task.hi.saturating_sub(task.lo).max(*most);
+        let named = task.hi.saturating_sub(task.lo);
+        let dealt = schedule.units_dealt_max(&schedule.program.grids[task.grid.index()], named);
+        *most = dealt.map_or(named, |dealt| dealt.min(named)).max(*most);
     }
     for ((g, grid), longest) in (0..).zip(&schedule.program.grids).zip(longest) {
         let (at, variant) = (GridId(g), schedule.variants.get(&GridId(g)));
@@ -68,7 +70,7 @@ fn may_share(schedule: &Schedule, target: &Target, grid: &Grid, m: &MatVec, vari
         && has_plain_weights(schedule, grid)
         && (variant.pass > 0 && variant.units <= variant.pass)
         && u64::from(m.k).is_multiple_of(block_k)
-        && (m.norm.is_none() && !grid.per_row && begins)
+        && (m.norm.is_none() && !grid.is_dealt() && begins)
 }
 
 fn kind(variant: Option<&Variant>) -> &'static str {

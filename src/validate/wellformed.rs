@@ -1,6 +1,7 @@
 //! Group 1, tasks: ids, queues, launches, and who produces which element.
 
 use super::{Entity, Found, Rule, note};
+use crate::ir::layout::share_of;
 use crate::ir::op::{Access, Op};
 use crate::ir::program::{Buffer, Cols, Grid, Operand, Program, Rows, Second, Space};
 use crate::ir::schedule::{Regime, Schedule, Task};
@@ -300,6 +301,10 @@ pub(super) struct Grids {
     ends: Vec<[u32; CLASSES]>,
     /// By buffer.
     rows: Vec<RowsOf>,
+    /// By grid: whether parts are dealt to its tasks.
+    dealt: Vec<bool>,
+    /// By buffer: whether some of it is written by tasks to which parts are dealt.
+    partly: Vec<bool>,
 }
 
 impl Grids {
@@ -321,10 +326,15 @@ impl Grids {
                 (of.rows, of.parts) = (program.rows, false);
             });
         }
+        let mut partly = vec![false; program.buffers.len()];
+        let written = program.grids.iter().filter(|grid| grid.is_dealt()).flat_map(|grid| &grid.operands);
+        written.filter(|operand| operand.access.writes()).for_each(|operand| partly[operand.buffer.index()] = true);
         let mut grids = Grids {
             flows: Vec::with_capacity(4 * program.grids.len()),
             ends: Vec::with_capacity(program.grids.len()),
             rows,
+            dealt: program.grids.iter().map(Grid::is_dealt).collect(),
+            partly,
         };
         for grid in &program.grids {
             let mut ends = [0; CLASSES];
@@ -336,12 +346,13 @@ impl Grids {
                         && let TableHome::Device(buffer) = program.tables[table.index()].home
                         && class == CLASSES - 1
                     {
-                        // Slot `j` of the task takes entry `j` of its row, or it takes those of all slots.
+                        // Slot `j` of the task takes entry `j` of its row, or it takes those of all slots; parts that are dealt depend
+                        // on the entries of all rows.
                         let rows = grids.rows[buffer.index()];
                         let limit = program.tables[table.index()].cols;
-                        let all = matches!(&grid.op, Op::MatVec(m) if m.slots > 1);
+                        let all = grid.is_dealt() || matches!(&grid.op, Op::MatVec(m) if m.slots > 1);
                         let cols = if all { Cols::all(limit) } else { Cols { stride_j: 1, limit, ..Cols::all(1) } };
-                        let which = if rows.single() { Which::Own } else { Which::All };
+                        let which = if rows.single() && !grid.is_dealt() { Which::Own } else { Which::All };
                         let flow = Flow { buffer, access: Access::Read, cols, which, rows };
                         grids.flows.push(flow);
                         continue;
@@ -363,6 +374,13 @@ impl Grids {
             grids.ends.push(ends);
         }
         grids
+    }
+
+    /// Whether a task of `grid` that waits for all of a buffer knows that all tasks that write it are done. Where parts are dealt, tasks poll no
+    /// more than rows of these parts, and may have written nothing: so they know of nothing but the choices.
+    pub(super) fn tells(&self, grid: GridId, buffer: BufferId) -> bool {
+        !self.partly[buffer.index()]
+            && (!self.dealt[grid.index()] || self.lookups(grid).iter().any(|of| of.buffer == buffer))
     }
 
     fn class(&self, grid: GridId, class: usize) -> &[Flow] {
@@ -460,7 +478,7 @@ pub(super) fn launches(schedule: &Schedule, found: &mut Found) {
             }
         }
         if fine {
-            domains(r, regime, grids, rows, found);
+            domains(r, regime, &schedule.program, schedule.machine.devices, found);
         }
     }
 }
@@ -481,21 +499,9 @@ fn one_index(op: &Op) -> bool {
 }
 
 /// Every launch index of every grid has one task; only attention, which has alternatives, may be absent as a whole.
-fn domains(r: u32, regime: &Regime, grids: &[Grid], rows: u32, found: &mut Found) {
-    let mut starts = vec![0u32; grids.len() + 1];
-    for task in &regime.tasks {
-        starts[task.grid.index() + 1] += 1;
-    }
-    for g in 0..grids.len() {
-        starts[g + 1] += starts[g];
-    }
-    let mut next = starts.clone();
-    let mut by_grid = vec![TaskId(0); regime.tasks.len()];
-    for (t, task) in (0..).zip(&regime.tasks) {
-        let place = &mut next[task.grid.index()];
-        by_grid[*place as usize] = TaskId(t);
-        *place += 1;
-    }
+fn domains(r: u32, regime: &Regime, program: &Program, devices: u32, found: &mut Found) {
+    let (grids, rows) = (&program.grids, program.rows);
+    let (mut by_grid, starts) = tasks_by_grid(regime, grids.len());
     for (g, grid) in grids.iter().enumerate() {
         let tasks = &mut by_grid[starts[g] as usize..starts[g + 1] as usize];
         let at = Entity::Grid(GridId::from(g));
@@ -506,6 +512,11 @@ fn domains(r: u32, regime: &Regime, grids: &[Grid], rows: u32, found: &mut Found
             continue;
         }
         let of = |id: &TaskId| &regime.tasks[id.index()];
+        if let Second::Dealt(shares) = grid.second {
+            tasks.sort_by_key(|id| of(id).j);
+            all_dealt(r, (GridId::from(g), grid), tasks, regime, (shares, devices), found);
+            continue;
+        }
         let ordinal = matches!(grid.second, Second::Ordinal(_));
         // Rows follow each other as shares do: axis `row * extent + j`.
         let extent = if ordinal { 1 } else { grid.second.extent() };
@@ -553,6 +564,58 @@ fn domains(r: u32, regime: &Regime, grids: &[Grid], rows: u32, found: &mut Found
             }
         }
     }
+}
+
+/// The tasks of one grid after another, and where those of each begin.
+fn tasks_by_grid(regime: &Regime, grids: usize) -> (Vec<TaskId>, Vec<u32>) {
+    let mut starts = vec![0u32; grids + 1];
+    for task in &regime.tasks {
+        starts[task.grid.index() + 1] += 1;
+    }
+    for g in 0..grids {
+        starts[g + 1] += starts[g];
+    }
+    let mut next = starts.clone();
+    let mut by_grid = vec![TaskId(0); regime.tasks.len()];
+    for (t, task) in (0..).zip(&regime.tasks) {
+        let place = &mut next[task.grid.index()];
+        by_grid[*place as usize] = TaskId(t);
+        *place += 1;
+    }
+    (by_grid, starts)
+}
+
+/// Each share of what is dealt has one task, on the device whose units it is a share of. `tasks`: of the grid, by share.
+fn all_dealt(
+    r: u32,
+    (id, grid): (GridId, &Grid),
+    tasks: &[TaskId],
+    regime: &Regime,
+    (shares, devices): (u32, u32),
+    found: &mut Found,
+) {
+    let each = (shares / devices.max(1)).max(1);
+    if !shares.is_multiple_of(devices.max(1)) {
+        found.add(Rule::Shape, Entity::Grid(id), || format!("expected shares for {devices} devices, found {shares}"));
+    }
+    let mut next = 0;
+    for &id in tasks {
+        let task = &regime.tasks[id.index()];
+        if task.j < next {
+            found.add(Rule::LaunchTwice, Entity::Task(r, id), || {
+                format!("expected share {next}, found {} again", task.j)
+            });
+        }
+        missing(found, Entity::Grid(task.grid), r, next, 0, if next < task.j { grid.n } else { 0 });
+        let own = share_of(grid.n, task.j / each, devices);
+        if (task.lo, task.hi) != (own.start, own.end) {
+            found.add(Rule::LaunchRange, Entity::Task(r, id), || {
+                format!("expected all indices that its device has, {own:?}, found {}..{}", task.lo, task.hi)
+            });
+        }
+        next = task.j + 1;
+    }
+    missing(found, Entity::Grid(id), r, next, 0, if next < shares { grid.n } else { 0 });
 }
 
 fn missing(found: &mut Found, at: Entity, r: u32, j: u32, from: u32, to: u32) {
@@ -643,12 +706,17 @@ fn cover(
     found: &mut Found,
 ) {
     let padded = memory.space == Space::Cache;
+    // Tasks to which parts are dealt name all that any of them may write; each element is dealt to one.
+    let are_dealt = |a: TaskId, b: TaskId| {
+        let [a, b] = [a, b].map(|task| regime.tasks[task.index()].grid);
+        a == b && grids.dealt[a.index()]
+    };
     let mut end = 0;
     let mut last: Option<TaskId> = None;
     for region in regions {
         if region.lo > end {
             uncovered(r, regime, buffer, (end, region.lo), padded, grids, found);
-        } else if region.lo < end {
+        } else if region.lo < end && !last.is_some_and(|last| are_dealt(last, region.task)) {
             found.add_with(Rule::DoubleProducer, Entity::Task(r, region.task), || {
                 let most = region.hi.min(end);
                 let columns = grids.rows(buffer).told(region.lo, most);

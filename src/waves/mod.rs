@@ -139,11 +139,8 @@ pub const TAIL_ROWS: u32 = 16;
 pub const STEP_ROWS_MAX: u32 = 128;
 /// Most rows of a step of plans that add up in one order.
 pub const ALIKE_ROWS_MAX: u32 = 64;
-/// Least rows of a step for which waves pay, unless the model has experts: with fewer, tasks that wait for single words are faster.
+/// Least rows of a step for which waves pay: with fewer, tasks that wait for single words are faster.
 pub const STEP_ROWS_MIN: u32 = 32;
-/// The same of a mixture of experts. A batch kernel reads the weights of an expert once for each row that chose it, waves once for all of them
-/// (docs/perf/wave.md, entry 52).
-pub const EXPERT_STEP_ROWS_MIN: u32 = 16;
 
 /// What a launch computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -56,6 +56,7 @@ static unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
 
 static int __ffsll(long long bits) { return __builtin_ffsll(bits); }
 static int __ffs(unsigned bits) { return __builtin_ffs(int(bits)); }
+static int __popc(unsigned v) { return __builtin_popcount(v); }
 
 struct alignas(8) float2 {
   float x, y;

@@ -3,7 +3,7 @@
 
 use monobloc::candidate::Candidate;
 use monobloc::ir::op::{MatVec, Op, Role};
-use monobloc::ir::program::{Cols, Content, Operand, Rows};
+use monobloc::ir::program::{Cols, Content, Operand, Rows, Second};
 use monobloc::ir::schedule::{Event, Schedule, Source, Task};
 use monobloc::ir::table::TableHome;
 use monobloc::ir::{BufferId, EventId, TableId, TaskId};
@@ -117,32 +117,53 @@ fn a_stream_may_wait_for_a_counter() {
 }
 
 #[test]
-fn a_row_computes_with_its_own_choice() {
+fn what_rows_chose_is_dealt_once_and_whole() {
     let base = (looked_up_rows_on(&h200(), &on_h200(2)), beyond_kernels());
     both_judges(
         base,
         &EFFORT,
         &[
-            ("the choice of another row", Rule::StreamAfter, EARLY, |s| {
-                let choices = buffer(s, "choices.0");
-                let events = s.regimes[0].events.clone();
-                let mut runs = s.regimes[0].streams.iter_mut().flatten();
-                let run = runs.find(|run| run.after.is_some()).expect("a run that waits");
-                let was = events[run.after.expect("an event").index()];
-                let other = events.iter().position(|event| {
-                    (event.buffer, event.lo, event.hi) == (choices, was.lo, was.hi) && event.row != was.row
-                });
-                run.after = Some(EventId::from(other.expect("an event of the other row")));
+            ("a loader that does not wait", Rule::StreamAfter, EARLY, |s| sets_after(s, "gate_up.0", 1, None)),
+            ("scores instead of choices", Rule::StreamAfter, EARLY, |s| {
+                let other = event(s, 0, "scores.0", 0, 4);
+                sets_after(s, "gate_up.0", 0, Some(other));
+            }),
+            ("inputs that may not be there", Rule::MissingWait, EARLY, |s| {
+                let (id, act) = (task(s, 0, "down.0", 0), buffer(s, "act.0"));
+                let of: Vec<bool> = s.regimes[0].events.iter().map(|event| event.buffer == act).collect();
+                s.regimes[0].tasks[id.index()].waits.retain(|wait| !of[wait.event.index()]);
+            }),
+            ("sums that wait for one share", Rule::PartialJoin, EARLY, |s| {
+                let (id, y) = (task(s, 0, "combine.0", 0), buffer(s, "down.0.y"));
+                let of: Vec<bool> = s.regimes[0].events.iter().map(|event| event.buffer == y).collect();
+                let waits = &mut s.regimes[0].tasks[id.index()].waits;
+                waits.iter_mut().filter(|wait| of[wait.event.index()]).for_each(|wait| wait.count -= 1);
             }),
             ("one row of experts for all", Rule::Table, &[Kind::Malformed], |s| s.program.tables[3].rows = 1),
-            ("a row without its experts", Rule::LaunchMissing, &[Kind::Malformed], |s| {
-                let id = grid(s, "down.0");
-                let tasks = s.regimes[0].tasks.iter_mut().filter(|task| task.grid == id);
-                tasks.filter(|task| task.row == 1).for_each(|task| task.row = 0);
+            ("a share twice", Rule::LaunchTwice, &[Kind::Malformed], |s| changes_task(s, "down.0", 1, |t| t.j = 0)),
+            ("a share of some units", Rule::LaunchRange, &[Kind::Malformed], |s| {
+                changes_task(s, "gate_up.0", 0, |task| task.lo = 1);
             }),
-            ("all rows in one task", Rule::Table, &[Kind::Undeclared], |s| {
+            ("a share without a task", Rule::LaunchMissing, &[Kind::Malformed], |s| {
                 let id = grid(s, "down.0");
-                s.program.grids[id.index()].per_row = false;
+                s.program.grids[id.index()].second = Second::Dealt(3);
+            }),
+            ("the same slot of all rows", Rule::Table, &[Kind::Undeclared], |s| {
+                let id = grid(s, "down.0");
+                s.program.grids[id.index()].second = Second::Axis(2);
+            }),
+            ("a row in each task", Rule::Shape, &[Kind::Undeclared], |s| {
+                let id = grid(s, "down.0");
+                s.program.grids[id.index()].per_row = true;
+            }),
+            ("the choice of the first slot alone", Rule::Shape, &[Kind::Undeclared], |s| {
+                operand(s, "down.0", Role::Choices).cols = Cols::all(1);
+            }),
+            ("the inputs of the first slot alone", Rule::Shape, &[Kind::Undeclared], |s| {
+                operand(s, "down.0", Role::X).cols = Cols::all(16);
+            }),
+            ("the output of the first slot alone", Rule::Shape, &[Kind::Undeclared], |s| {
+                operand(s, "down.0", Role::Out).cols = Cols::all(16);
             }),
         ],
     );

@@ -787,13 +787,17 @@ fn an_op_of_rows_that_computes_something_else_is_found() {
         ("rows/experts.cuh", "__fdividef(G::SHARED_SCALE, 1.f", "__fdividef(1.f, 1.f", "combine-gated-stored-bf16"),
         (
             "rows/matvec.cuh",
-            "S::Slots::OUT_AT + int(e.j) * S::Slots::OUT_STEP",
+            "S::Slots::OUT_AT + int(slot) * S::Slots::OUT_STEP",
             "S::Slots::OUT_AT",
             "chosen-8-slots-bf16",
         ),
-        ("rows/matvec.cuh", "u64(e.j) * (At::X_STEP * W::ELEM / 64 * W::SPAN_BYTES)", "0", "chosen-16-slots-bf16"),
+        ("rows/matvec.cuh", "(SLOT_BYTES > 0 ? of.slots[h] : 0)", "0", "chosen-16-slots-bf16"),
         ("rows/matvec.cuh", "(e.bias) + (int(part) + unit)", "(e.bias) + unit", "chosen-16-clamped-bf16"),
-        ("rows/matvec.cuh", "min(part[0], u32(parts_of<G>(nullptr)) - 1u)", "part[0]", "chosen-8-e4m3-rows-bf16"),
+        // A choice beyond the parts, a share without its last unit, another slot, words of a row that takes no part.
+        ("rows/deal.cuh", "min(chosen[i], u32(PARTS - 1))", "chosen[i]", "chosen-8-e4m3-rows-bf16"),
+        ("rows/deal.cuh", "all * (j + 1) / shares", "(all * (j + 1) - 1) / shares", "chosen-16-act-bf16"),
+        ("rows/deal.cuh", "slot = choice[s] == part ? u32(s) : slot;", "slot = u32(s);", "chosen-8-slots-bf16"),
+        ("rows/matvec.cuh", "mine = !takes_part<M>(row);", "mine = false;", "chosen-8-gated-bf16"),
         // The gate of the next two columns.
         ("rows/attention.cuh", "W::at(row, col + n * W::WORD_COLS)", "W::at(row, col + 2)", "attention-gate-bf16"),
         // Keys of the step where a row of codes has others.

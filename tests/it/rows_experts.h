@@ -125,60 +125,99 @@ static void combine(const char* name, u64 active) {
   }
 }
 
-// P by two slots of one of three parts. The input is the same for all slots, or one for each.
+// P by two slots of three parts. The input is the same for all slots, or one for each.
 template <class P, bool SLOTS_OF_X>
 struct BySlots : Chosen<P> {
-  static constexpr int SLOTS = 2, COLS = P::EPILOGUE == Epilogue::GATED || P::EPILOGUE == Epilogue::CLAMPED ? P::ROWS / 2 : P::ROWS;
-  static constexpr int X_STEP = SLOTS_OF_X ? P::K : 0, X_COLS = SLOTS_OF_X ? SLOTS * P::K : P::K;
+  static constexpr int EACH = 2, COLS = P::EPILOGUE == Epilogue::GATED || P::EPILOGUE == Epilogue::CLAMPED ? P::ROWS / 2 : P::ROWS;
+  static constexpr int X_STEP = SLOTS_OF_X ? P::K : 0, X_COLS = SLOTS_OF_X ? EACH * P::K : P::K;
   // Beside what else the output has.
-  static constexpr int OUT_STEP = COLS, OUT_AT = 0, OUT_COLS = SLOTS * COLS;
+  static constexpr int OUT_STEP = COLS, OUT_AT = 0, OUT_COLS = EACH * COLS;
 };
-template <class M, class G>
+// A block of several that parts are dealt to.
+template <class M>
+struct Dealing : M {
+  static constexpr int SMS = 4, CHOSEN_PARTS = PARTS_MOST, CHOSEN_EACH = 2, COPIERS = 1, LOADER_WARPS = 1;
+  static constexpr bool CHOOSES = true;
+  static constexpr Copy COPY = Copy::PLAIN;
+};
+template <class Block, class G>
 static void chosen(const char* name, u64 active) {
+  typedef Dealing<Block> M;
+  typedef RowsMatVecShape<M, G> S;
   u64 state = 7919;
   start<M>(1, active);
-  std::vector<double> expected, found;
-  std::vector<std::vector<float>> x;
   const std::vector<float> weight = numbers(state, G::K);
   entry.x = words<M, G::X_COLS>();
   entry.out = words<M, G::OUT_COLS>();
-  entry.lo = 0, entry.hi = G::UNITS;
-  const u32 norm_weight = constant(weight), choices = packets<M>(G::SLOTS);
+  entry.lo = 0, entry.hi = G::UNITS, entry.norm_weight = constant(weight), entry.choice = packets<M>(G::EACH);
+  // Of each part the values, and the granules of each unit.
+  std::vector<double> w[PARTS_MOST];
+  std::vector<u8> granules[PARTS_MOST][G::UNITS][S::UNIT_GRANULES];
+  for (int part = 0; part < PARTS_MOST; part++) {
+    for (float value : numbers(state, size_t(G::ROWS) * G::K)) w[part].push_back(value);
+    for (int unit = 0; unit < G::UNITS; unit++)
+      for (int j = 0; j < S::UNIT_GRANULES; j++) granules[part][unit][j] = granule_of<M, G>(state, unit, j, w[part], 0);
+  }
+  const std::vector<float> row_scales = numbers(state, PARTS_MOST * G::UNITS * G::UNIT_ROWS), biases = numbers(state, PARTS_MOST * G::UNITS * G::UNIT_ROWS);
+  if (G::BIAS) entry.bias = constant(biases);
+  if (Coding<M, G>::ROW_SCALES) entry.row_scales = constant(row_scales);
+  std::vector<std::vector<float>> x;
+  int choice[M::ROWS][G::EACH];
+  bool is_chosen[PARTS_MOST] = {};
   for (int row = 0; row < M::ROWS; row++) {
     x.push_back(numbers(state, G::X_COLS));
-    if (takes(active, row)) put_words<M, G::X_COLS>(entry.x, row, x[row]);
+    for (int slot = 0; slot < G::EACH; slot++) choice[row][slot] = (row * 2 + slot) % PARTS_MOST;
+    if (!takes(active, row)) continue;
+    put_words<M, G::X_COLS>(entry.x, row, x[row]);
+    for (int slot = 0; slot < G::EACH; slot++) {
+      // One beyond the parts is that of the last one.
+      const int part = choice[row][slot], said = part == PARTS_MOST - 1 ? part + row % 2 : part;
+      is_chosen[part] = true;
+      exchange.at(row_of_packets(entry.choice, row, G::EACH) + slot) = u64(tag) << 32 | u32(said);
+    }
   }
+  std::vector<int> list;
+  for (int part = 0; part < PARTS_MOST; part++)
+    for (int unit = 0; unit < (is_chosen[part] ? G::UNITS : 0); unit++) list.push_back(part * G::UNITS + unit);
+  // Each block takes a share of the list, part by part and pass by pass.
+  for (int j = 0; j < M::SMS; j++) {
+    chunk_count = 0;
+    const int end = int(list.size()) * (j + 1) / M::SMS;
+    for (int at = int(list.size()) * j / M::SMS; at < end;) {
+      const int part = list[at] / G::UNITS;
+      int count = 1;
+      while (count < G::PASS && at + count < end && list[at + count] / G::UNITS == part) count++;
+      for (int block = 0; block < S::BLOCKS; block++)
+        for (int i = 0; i < count; i++) {
+          u8* to = new_chunk();
+          for (int g = block * S::BLOCK; g < min((block + 1) * S::BLOCK, S::UNIT_GRANULES); g++) {
+            const std::vector<u8>& granule = granules[part][list[at + i] % G::UNITS][g];
+            std::memcpy(to + (g % S::BLOCK) * granule.size(), granule.data(), granule.size());
+          }
+        }
+      at += count;
+    }
+    entry.j = j, entry.deals_first = 1;
+    begin_deals<M>();
+    run<M, RowsMatVec<M, G>>();
+  }
+  std::vector<double> expected, found;
   const auto silu = [](double v) { return v / (1 + std::exp(-v)); };
   for (int row = 0; row < M::ROWS; row++) {
-    for (int slot = 0; slot < G::SLOTS; slot++) {
-      // One beyond the parts is that of the last one. The choice of the next slot is not there yet.
-      const int choice = (row + slot) % 5, part = choice < PARTS_MOST ? choice : PARTS_MOST - 1;
-      constants.resize(size_t(norm_weight) * OFFSET_BYTES + (weight.size() * 4 + OFFSET_BYTES - 1) / OFFSET_BYTES * OFFSET_BYTES + 16 * OFFSET_BYTES);
-      chunk_count = 0;
-      std::vector<double> w;
-      for (float value : numbers(state, size_t(G::ROWS) * G::K)) w.push_back(value);
-      const std::vector<float> bias = numbers(state, G::ROWS), row_scales = numbers(state, G::UNITS * G::UNIT_ROWS);
-      stream<M, G>(state, w);
-      std::vector<float> units(G::UNITS * G::UNIT_ROWS, 0.f);
-      for (int i = 0; i < int(units.size()); i++) {
-        const int r = row_of_matrix<G>(i / G::UNIT_ROWS, i % G::UNIT_ROWS);
-        if (r >= 0) units[i] = bias[r];
-      }
-      entry.norm_weight = norm_weight, entry.j = slot, entry.slot_row = row;
-      entry.choice = row_of_packets(choices, row, G::SLOTS) + slot;
-      if (takes(active, row)) exchange.at(entry.choice) = u64(tag) << 32 | u32(choice);
-      if (G::BIAS) entry.bias = constant(among_parts(state, units, part));
-      if (Coding<M, G>::ROW_SCALES) entry.row_scales = constant(among_parts(state, row_scales, part));
-      run<M, RowsMatVec<M, G>>();
-      if (!takes(active, row)) continue;
+    if (!takes(active, row)) {
+      expected.push_back(1), found.push_back(left_alone<M, G::OUT_COLS>(entry.out, row));
+      continue;
+    }
+    for (int slot = 0; slot < G::EACH; slot++) {
+      const int part = choice[row][slot];
       const std::vector<float> own(x[row].begin() + slot * G::X_STEP, x[row].begin() + slot * G::X_STEP + G::K);
       const std::vector<double> input = normalised(G::NORM, own, weight, {}, G::EPS);
       std::vector<double> y(G::ROWS);
       for (int i = 0; i < G::UNITS * G::UNIT_ROWS; i++) {
-        const int r = row_of_matrix<G>(i / G::UNIT_ROWS, i % G::UNIT_ROWS);
+        const int r = row_of_matrix<G>(i / G::UNIT_ROWS, i % G::UNIT_ROWS), of_part = part * G::UNITS * G::UNIT_ROWS + i;
         if (r < 0) continue;
-        for (int k = 0; k < G::K; k++) y[r] += w[size_t(r) * G::K + k] * input[k];
-        y[r] = y[r] * (Coding<M, G>::ROW_SCALES ? row_scales[i] : 1.) + (G::BIAS ? bias[r] : 0.);
+        for (int k = 0; k < G::K; k++) y[r] += w[part][size_t(r) * G::K + k] * input[k];
+        y[r] = y[r] * (Coding<M, G>::ROW_SCALES ? row_scales[of_part] : 1.) + (G::BIAS ? biases[of_part] : 0.);
       }
       for (int col = 0; col < G::COLS; col++) {
         double value = y[col];
@@ -191,7 +230,6 @@ static void chosen(const char* name, u64 active) {
         expected.push_back(value), found.push_back(published<M, G::OUT_COLS>(entry.out, row, slot * G::OUT_STEP + col));
       }
     }
-    if (!takes(active, row)) expected.push_back(1), found.push_back(left_alone<M, G::OUT_COLS>(entry.out, row));
   }
   report(name, expected, found);
 }

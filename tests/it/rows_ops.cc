@@ -62,6 +62,32 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "ops/mix.cuh"
 #include "rows/context.cuh"
 #include "rows/words.cuh"
+
+// ---- in place of what a deal takes of runtime/ring.cuh and runtime/sync.cuh: the choices of a layer are taken once ------
+
+template <class M>
+constexpr bool RING_COUNTERS = true;
+template <class M>
+constexpr bool chooses(decltype(M::CHOOSES)*) {
+  return true;
+}
+template <class M>
+constexpr bool chooses(...) {
+  return false;
+}
+template <bool>
+struct Slot {
+  static void init(u64* word, u32) { *word = 0; }
+  static void arrive(u64* word) { ++*word; }
+};
+enum class WaitKind : u32 { RING_EMPTY };
+template <bool>
+static void await_slot(u64*, u32, u32, Waiter, WaitKind) {
+  missing();
+}
+static void add_to(u32* sum, u32 value) { *sum += value; }
+
+#include "rows/deal.cuh"
 #include "rows/select.cuh"
 #include "rows/matvec_codes.cuh"
 #include "rows/matvec.cuh"

@@ -31,7 +31,6 @@ static void ring_release_pair(Context<M>&, const RingCursor<M>&, const RingCurso
 #include "rows/context.cuh"
 #include "rows/words.cuh"
 #include "rows/matvec_codes.cuh"
-static int __popc(unsigned v) { return __builtin_popcount(v); }
 static void add_to(u32* sum, u32 value) { *sum += value; }
 template <int>
 static void await_waves(const u32*, u32, Waiter) { std::abort(); }

@@ -8,7 +8,7 @@
 //! Steps are run in program order, one task after another. [`super::machine`] judges whether other orders give the same.
 //! Long texts are run near their beginning, their borders and their end; rows of other positions are left out in both runs.
 
-use super::footprint::{columns_of, pitch, slots_of, table_of};
+use super::footprint::{columns_of, pitch, table_of};
 use super::machine::share;
 use super::{Fault, Kind};
 use monobloc::ir::op::{Attention, Combine, Convolve, Epilogue, GroupNorm, MatVec, Mix, Op, Role, Route, Scan};
@@ -224,16 +224,39 @@ impl<'a> Text<'a> {
                 Ok(())
             }
             Op::MatVec(m) => {
-                // Columns of the slot, if each has its own.
-                let pitch = grid.operand(Role::X).map_or(0, |x| x.cols.stride_j);
-                let of_slot = table_of(self.s, grid).is_some() && m.slots == 1;
-                let first = if of_slot { task.j * pitch } else { 0 };
-                let x = match input.get(&first) {
-                    Some(x) if !m.own_input => *x,
-                    _ => self.digest(step, Role::X, first, m.k * m.slots)?,
-                };
-                input.insert(first, x);
-                self.matvec(step, m, x)
+                // Columns of the slot, if each has its own. Parts that are dealt are here those of one slot after another.
+                let table = table_of(self.s, grid).filter(|_| m.slots == 1).map(|(_, table)| table.cols);
+                let dealt = table.filter(|_| self.s.program.rows > 1);
+                let (each, devices) = (task.hi - task.lo, self.s.machine.devices.max(1));
+                let shares = (grid.second.extent() / devices).max(1);
+                let pitch = grid.operand(Role::X).map_or(0, |x| match dealt {
+                    Some(_) if self.cols(step, Role::X) == m.k => 0,
+                    Some(slots) => self.cols(step, Role::X) / slots,
+                    None => x.cols.stride_j,
+                });
+                let begin = |j: u32, slots: u32| u64::from(slots * each) * u64::from(j) / u64::from(shares);
+                for slot in 0..dealt.unwrap_or(1) {
+                    let of = if dealt.is_some() { slot } else { task.j };
+                    let units = match dealt {
+                        Some(slots) => {
+                            let (j, first) = (task.j % shares, u64::from(slot * each));
+                            let within = |at: u64| (at.clamp(first, first + u64::from(each)) - first) as u32 + task.lo;
+                            within(begin(j, slots))..within(begin(j + 1, slots))
+                        }
+                        None => task.lo..task.hi,
+                    };
+                    if units.is_empty() {
+                        continue;
+                    }
+                    let first = if table.is_some() { of * pitch } else { 0 };
+                    let x = match input.get(&first) {
+                        Some(x) if !m.own_input => *x,
+                        _ => self.digest(step, Role::X, first, m.k * m.slots)?,
+                    };
+                    input.insert(first, x);
+                    self.matvec(step, m, x, of, units)?;
+                }
+                Ok(())
             }
             Op::Attention(a) => self.attention(step, a),
             Op::AttentionMerge { head_dim, splits, heads_per_task, gate } => {
@@ -301,19 +324,19 @@ impl<'a> Text<'a> {
         Ok(())
     }
 
-    fn matvec(&mut self, step: &Step, m: &MatVec, x: u64) -> Result<(), Fault> {
-        let Task { lo, hi, j, .. } = *step.task;
-        let slots = slots_of(step.grid, step.task);
+    /// Units of a product, with the part that slot `of` chose if there is a choice.
+    fn matvec(&mut self, step: &Step, m: &MatVec, x: u64, of: u32, units: Range<u32>) -> Result<(), Fault> {
+        let (lo, hi, j) = (units.start, units.end, step.task.j);
         let chosen = match table_of(self.s, step.grid) {
-            Some(_) if slots.len() == 1 => self.read(step, Role::Choices, j)?,
+            Some(_) if m.slots == 1 => self.read(step, Role::Choices, of)?,
             Some(_) => {
                 let all: Vec<u64> =
-                    slots.clone().map(|slot| self.read(step, Role::Choices, slot)).collect::<Result<_, _>>()?;
+                    (0..m.slots).map(|slot| self.read(step, Role::Choices, slot)).collect::<Result<_, _>>()?;
                 all.into_iter().fold(1, mix)
             }
             None => 0,
         };
-        let share = step.grid.operand(Role::Shares).map(|_| self.read(step, Role::Shares, j)).transpose()?;
+        let share = step.grid.operand(Role::Shares).map(|_| self.read(step, Role::Shares, of)).transpose()?;
         let parts = [
             share.map_or(chosen, |share| mix(chosen, share)),
             x,
@@ -327,8 +350,8 @@ impl<'a> Text<'a> {
         let x = fold(parts);
         let (each, rows) = columns_of(m);
         // A slot is whole units.
-        let of_slot = table_of(self.s, step.grid).is_some() && slots.len() == 1;
-        let slot = if of_slot { j * rows.next_multiple_of(each) } else { 0 };
+        let of_slot = table_of(self.s, step.grid).is_some() && m.slots == 1;
+        let slot = if of_slot { of * rows.next_multiple_of(each) } else { 0 };
         let most = if of_slot { rows.next_multiple_of(each) } else { rows };
         let mut best = 0;
         for row in each * lo..(each * hi).min(most) {

@@ -42,6 +42,19 @@ impl Draw {
         self
     }
 
+    /// What the rows choose in a step of the window: `slots` of `parts`, each once. By step, other experts: those of all rows differ, or are
+    /// the same, or some are.
+    pub fn choices(&self, step: usize, parts: u32, slots: u32) -> Vec<Vec<u32>> {
+        let apart = match self.sequences.first() == self.sequences.last() {
+            // One text, whose rows chose the same.
+            true => 0,
+            false => 1 + step as u32 % slots.max(1),
+        };
+        let of_row =
+            |row: usize| (0..slots).map(|slot| (slot + row as u32 * apart + step as u32) % parts.max(1)).collect();
+        (0..self.positions.len()).map(of_row).collect()
+    }
+
     /// The cache row that holds `position` for row `row` of the step.
     pub fn place(&self, row: usize, position: u32) -> u64 {
         match &self.pages {

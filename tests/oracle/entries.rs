@@ -141,9 +141,9 @@ impl Reader<'_> {
             Op::MatVec(_) => {
                 let choices = exchange(Role::Choices);
                 self.exchange(entry.k_cache, choices, task, grid).map_err(|what| format!("`choice` {what}"))?;
-                let row = if choices.is_some() { Some(task.row) } else { None };
-                return match row {
-                    Some(row) => expect(entry.v_cache == row, || format!("takes row {}", entry.v_cache)),
+                let first = choices.map(|_| u32::from(self.deals_first(grid)));
+                return match first {
+                    Some(first) => expect(entry.v_cache == first, || format!("says {} of the choices", entry.v_cache)),
                     None => units(entry.v_cache, None).map_err(|what| format!("`v_cache` {what}")),
                 };
             }
@@ -229,6 +229,13 @@ impl Reader<'_> {
         Ok(())
     }
 
+    /// Whether the choices of a grid are those of no grid before it, in a step of several rows.
+    fn deals_first(&self, grid: &Grid) -> bool {
+        let table = |grid: &Grid| grid.operand(Role::Weight).map(|weight| weight.rows);
+        let before = self.schedule.program.grids.iter().take_while(|other| !std::ptr::eq(*other, grid));
+        self.schedule.program.rows > 1 && before.into_iter().all(|other| table(other) != table(grid))
+    }
+
     /// Entries with one op number run the same code. So everything that entries do not have must be constant among their grids.
     fn same_kernel(&self, a: &Grid, b: &Grid) -> Said {
         let parts = |o: &Operand| match o.rows {
@@ -288,7 +295,9 @@ impl Reader<'_> {
                         format!("has {slots} slots of {} parts in pieces of {piece} bytes", parts.0)
                     });
                 }
-                expect(parts == (bound, task.row), || format!("has parts and row {parts:?}, not {bound}, {}", task.row))
+                let (is_dealt, first) = (self.schedule.program.rows > 1, u32::from(self.deals_first(grid)));
+                let share = if is_dealt { task.j | (first << 15) } else { 0 };
+                expect(parts == (bound, share), || format!("has parts and share {parts:?}, not {bound}, {share}"))
             }
             (Source::History { rows }, Op::Attention(a)) => {
                 expect(said.bytes == 0, || "is said to be weights".to_string())?;

@@ -45,6 +45,80 @@ pub struct Foot {
     pub states: Vec<Touch>,
     /// Which of how many parts of the sequences the task takes; `None`: all sequences. The touches above are of all rows.
     pub part: Option<(u32, u32)>,
+    /// What decides the touches of a task to which parts of a matrix are dealt. Those above are all that it may have.
+    pub deal: Option<Deal>,
+}
+
+/// A share of the units of those parts of a matrix that rows choose.
+#[derive(Debug, Clone, Copy)]
+pub struct Deal {
+    pub table: TableId,
+    pub parts: u32,
+    /// Parts that a row chooses.
+    pub slots: u32,
+    /// Which of how many shares.
+    pub j: u32,
+    pub shares: u32,
+    /// Units of each part that are dealt, and their columns of the output.
+    units: (u32, u32),
+    unit_cols: u32,
+    /// Columns from slot to slot of the input, 0 if slots share one, and of the output.
+    x: (BufferId, u32),
+    out: (BufferId, u32),
+}
+
+impl Deal {
+    /// The touches of the task if row `row` chooses `choices[row]`: the input of rows that chose its parts, and what is made of it.
+    fn touches(&self, choices: &[Vec<u32>], foot: &Foot) -> (Vec<Touch>, Vec<Touch>) {
+        let mut chosen: BTreeMap<u32, Vec<(u32, u32)>> = BTreeMap::new();
+        for (row, parts) in choices.iter().enumerate() {
+            for (slot, &part) in parts.iter().enumerate() {
+                chosen.entry(part).or_default().push((row as u32, slot as u32));
+            }
+        }
+        // One unit of one part after another, in equal shares.
+        let each = self.units.1 - self.units.0;
+        let all = chosen.len() as u64 * u64::from(each);
+        let mut reads: BTreeSet<Touch> = foot.reads.iter().filter(|read| read.buffer != self.x.0).copied().collect();
+        let mut writes = vec![];
+        for (place, rows) in chosen.values().enumerate() {
+            for unit in 0..each {
+                let at = place as u64 * u64::from(each) + u64::from(unit);
+                // Share `j` ends where `j + 1` begins.
+                if at < all * u64::from(self.j) / u64::from(self.shares)
+                    || at >= all * u64::from(self.j + 1) / u64::from(self.shares)
+                {
+                    continue;
+                }
+                for &(row, slot) in rows {
+                    let whole = foot.reads.iter().filter(|read| read.buffer == self.x.0 && read.row == row);
+                    reads.extend(whole.map(|read| match self.x.1 {
+                        0 => *read,
+                        step => Touch { lo: read.lo + slot * step, hi: read.lo + (slot + 1) * step, ..*read },
+                    }));
+                    let first = slot * self.out.1;
+                    let [lo, hi] =
+                        [unit, unit + 1].map(|u| first + ((self.units.0 + u) * self.unit_cols).min(self.out.1));
+                    let base = foot.writes.iter().find(|write| write.buffer == self.out.0).map_or(0, |write| write.lo);
+                    writes.push(Touch { buffer: self.out.0, row, lo: base + lo, hi: base + hi });
+                }
+            }
+        }
+        (reads.into_iter().collect(), merged(writes))
+    }
+}
+
+/// Touches of columns that follow one another as one.
+fn merged(mut touches: Vec<Touch>) -> Vec<Touch> {
+    touches.sort();
+    let mut all: Vec<Touch> = vec![];
+    for touch in touches {
+        match all.last_mut() {
+            Some(last) if (last.buffer, last.row, last.hi) == (touch.buffer, touch.row, touch.lo) => last.hi = touch.hi,
+            _ => all.push(touch),
+        }
+    }
+    all
 }
 
 impl Foot {
@@ -54,11 +128,21 @@ impl Foot {
         sequence.is_some_and(|sequence| self.part.is_none_or(|(part, parts)| sequence % parts == part))
     }
 
+    /// The accesses of a step in which row `row` chooses `choices(table, parts, slots)[row]` of what is dealt.
+    pub fn of_step(&self, sequences: &[u32], choices: impl Fn(&Deal) -> Vec<Vec<u32>>) -> Foot {
+        let mut foot = self.of_rows(sequences);
+        if let Some(deal) = &self.deal {
+            (foot.reads, foot.writes) = deal.touches(&choices(deal), &foot);
+        }
+        foot
+    }
+
     /// The accesses that remain in a launch with a row of each of `sequences`.
     pub fn of_rows(&self, sequences: &[u32]) -> Foot {
         let of = |touches: &[Touch]| touches.iter().copied().filter(|touch| self.takes(touch.row, sequences)).collect();
         Foot {
             part: self.part,
+            deal: self.deal,
             reads: of(&self.reads),
             writes: of(&self.writes),
             private_reads: of(&self.private_reads),
@@ -325,10 +409,13 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
     }
     let norm = |n: &NormAttr| n.eps.is_finite() && n.eps > 0.0;
     for (g, grid) in p.grids.iter().enumerate() {
-        // Each row has a history and experts of its own.
+        // Each row has a history of its own, and chooses by itself. Then all rows that chose an expert take it at once.
         let alone = matches!(grid.op, Op::Attention(_) | Op::AttentionMerge { .. } | Op::Route(_));
-        if grid.per_row != (p.rows > 1 && (alone || table_of(s, grid).is_some())) {
+        if grid.per_row != (p.rows > 1 && alone) {
             return Err(Fault::new(Kind::Undeclared, format!("g{g} takes other rows than its op")));
+        }
+        if matches!(grid.second, Second::Dealt(_)) != (p.rows > 1 && table_of(s, grid).is_some()) {
+            return Err(Fault::new(Kind::Undeclared, format!("g{g} deals what no row chooses, or deals nothing")));
         }
         let fine = match &grid.op {
             Op::Select | Op::Report => true,
@@ -482,7 +569,13 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
         if slots > 1 && (table != Some(slots) || grid.operand(Role::Bias).is_some() || !is_gathered(s, grid)) {
             return malformed(format!("g{g} adds up {slots} slots of {table:?}"));
         }
-        if table.is_some_and(|table| grid.second != Second::Axis(if slots > 1 { 1 } else { table })) {
+        if p.rows > 1 && table.is_some() {
+            // Its shares are those of all SMs of a device, or of some of them.
+            let (shares, devices) = (grid.second.extent(), s.machine.devices.max(1));
+            if shares == 0 || shares % devices != 0 || slots > 1 {
+                return malformed(format!("g{g} deals {shares} shares to {devices} devices"));
+            }
+        } else if table.is_some_and(|table| grid.second != Second::Axis(if slots > 1 { 1 } else { table })) {
             return malformed(format!("g{g} launches other slots than its table has"));
         }
     }
@@ -530,11 +623,18 @@ fn is_gathered(s: &Schedule, grid: &Grid) -> bool {
 }
 
 /// Slots that a task of a grid chooses for: one, or all of a step.
-pub(super) fn slots_of(grid: &Grid, task: &Task) -> std::ops::Range<u32> {
-    match &grid.op {
-        Op::MatVec(m) if m.slots > 1 => 0..m.slots,
+fn slots_of(s: &Schedule, grid: &Grid, task: &Task) -> std::ops::Range<u32> {
+    match (&grid.op, table_of(s, grid)) {
+        (Op::MatVec(m), _) if m.slots > 1 => 0..m.slots,
+        (_, Some((_, table))) if s.program.rows > 1 => 0..table.cols,
         _ => task.j..task.j + 1,
     }
+}
+
+/// The units of a grid that a device holds.
+fn units_of_device(s: &Schedule, grid: &Grid, device: u32) -> (u32, u32) {
+    let begin = |device: u32| (u64::from(grid.n) * u64::from(device) / u64::from(s.machine.devices.max(1))) as u32;
+    (begin(device), begin(device + 1))
 }
 
 pub(super) fn table_of<'a>(s: &'a Schedule, grid: &Grid) -> Option<(TableId, &'a Table)> {
@@ -548,9 +648,7 @@ fn launches(s: &Schedule) -> Result<(), Fault> {
         let mut ordinals: BTreeSet<(GridId, u32)> = BTreeSet::new();
         for (t, task) in regime.tasks.iter().enumerate() {
             let grid = &s.program.grids[task.grid.index()];
-            let extent = match grid.second {
-                Second::Axis(n) | Second::Ordinal(n) => n,
-            };
+            let extent = grid.second.extent();
             let rows = if grid.per_row { s.program.rows } else { 1 };
             if task.lo >= task.hi || task.hi > grid.n || task.j >= extent || task.row >= rows {
                 return malformed(format!("t{t} of r{r} launches what is not there"));
@@ -583,12 +681,23 @@ fn launches(s: &Schedule) -> Result<(), Fault> {
         }
         for (g, grid) in s.program.grids.iter().enumerate() {
             let list = &launched[g];
+            if let Second::Dealt(shares) = grid.second {
+                let each = (shares / s.machine.devices.max(1)).max(1);
+                let all = |j: u32| {
+                    let (lo, hi) = units_of_device(s, grid, j / each);
+                    list.get(&(j, lo)) == Some(&hi)
+                };
+                if list.len() != shares as usize || !(0..shares).all(all) {
+                    return malformed(format!("g{g} deals its units to other tasks than {shares} in r{r}"));
+                }
+                continue;
+            }
             if list.is_empty() && matches!(grid.op, Op::Attention(_) | Op::AttentionMerge { .. }) {
                 continue;
             }
             let axes = match grid.second {
                 Second::Axis(n) => n,
-                Second::Ordinal(_) => 1,
+                Second::Ordinal(_) | Second::Dealt(_) => 1,
             };
             let axes = axes.saturating_mul(if grid.per_row { s.program.rows } else { 1 });
             if u64::from(axes) > regime.tasks.len() as u64 {
@@ -752,10 +861,17 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
             // Slots lie side by side in the output, and in the input, unless all have the same.
             let slots = u64::from(m.slots);
             let of_slot = table_of(s, grid).filter(|_| slots == 1);
-            let slot = if of_slot.is_some() { j } else { 0 };
+            let dealt = of_slot.filter(|_| s.program.rows > 1).map(|(_, table)| u64::from(table.cols));
+            let slot = if of_slot.is_some() && dealt.is_none() { j } else { 0 };
             let pitch = grid.operand(Role::X).map_or(0, |x| u64::from(x.cols.stride_j));
             let first = slot * pitch;
-            let mut parts = vec![part(Role::X, Read, x.0, x.1, first, first + k * slots)];
+            // Where parts are dealt, a task may have any slot.
+            let input = grid.operand(Role::X).map_or(0, |x| u64::from(s.program.buffers[x.buffer.index()].cols));
+            let inputs = match dealt {
+                Some(slots) if input != k => (input / slots.max(1)).max(k) * slots,
+                _ => k * slots,
+            };
+            let mut parts = vec![part(Role::X, Read, x.0, x.1, first, first + inputs)];
             if let Some(norm) = &m.norm {
                 parts.push(vector(Role::NormWeight, 0, k));
                 if norm.kind == NormKind::Layer {
@@ -768,11 +884,11 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
                 ..part(Role::Weight, Stream, Weight, pr.weights, lo, hi)
             });
             parts.push(vector(Role::Bias, each * lo, each * hi));
-            let chosen = slots_of(grid, task);
+            let chosen = slots_of(s, grid, task);
             let chosen = (u64::from(chosen.start), u64::from(chosen.end));
             let choices = part(Role::Choices, Read, Exchange, DType::I32, chosen.0, chosen.1);
             parts.extend(table_of(s, grid).map(|_| choices));
-            parts.extend(of_slot.map(|_| part(Role::Shares, Read, Exchange, DType::F32, j, j + 1)));
+            parts.extend(of_slot.map(|_| part(Role::Shares, Read, Exchange, DType::F32, chosen.0, chosen.1)));
             match m.epilogue {
                 Epilogue::Store
                 | Epilogue::Act(_)
@@ -783,7 +899,10 @@ fn parts(s: &Schedule, grid: &Grid, task: &Task) -> Vec<Part> {
                     // A slot is whole units: packets are polled in pairs.
                     let columns = if of_slot.is_some() { columns.next_multiple_of(each) } else { columns };
                     let (each, columns) = (u64::from(each), u64::from(columns));
-                    let (from, to) = (slot * columns + each * lo, slot * columns + (each * hi).min(columns));
+                    let (from, to) = match dealt {
+                        Some(slots) => (0, slots * columns),
+                        None => (slot * columns + each * lo, slot * columns + (each * hi).min(columns)),
+                    };
                     parts.push(part(Role::Out, Write, Exchange, pr.wire, from, to));
                 }
                 Epilogue::Scores => parts.push(part(Role::Out, Write, Exchange, DType::F32, from, to)),
@@ -1049,8 +1168,27 @@ fn chosen(s: &Schedule, grid: &Grid, task: &Task, id: TableId, part: &mut Part, 
         *rows = rows.saturating_mul(table.bound);
     }
     part.rows = Rows::Lookup(id);
-    let slots = slots_of(grid, task);
-    foot.choices.push(Touch { buffer, row: task.row, lo: slots.start, hi: slots.end });
+    let slots = slots_of(s, grid, task);
+    let rows = if s.program.rows > 1 { 0..s.program.rows } else { 0..1 };
+    foot.choices.extend(rows.map(|row| Touch { buffer, row, lo: slots.start, hi: slots.end }));
+    if s.program.rows > 1 {
+        let (Some(x), Some(out)) = (grid.operand(Role::X), grid.operand(Role::Out)) else {
+            return malformed(format!("parts of {id} are dealt and make nothing"));
+        };
+        let each_share = (grid.second.extent() / s.machine.devices.max(1)).max(1);
+        let input = s.program.buffers[x.buffer.index()].cols;
+        foot.deal = Some(Deal {
+            table: id,
+            parts: table.bound,
+            slots: table.cols,
+            j: task.j % each_share,
+            shares: each_share,
+            units: (task.lo, task.hi),
+            unit_cols: each,
+            x: (x.buffer, if input == m.k { 0 } else { input / table.cols.max(1) }),
+            out: (out.buffer, columns.next_multiple_of(each)),
+        });
+    }
     Ok(())
 }
 

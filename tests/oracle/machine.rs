@@ -17,7 +17,7 @@
 //! window cut the arena. All bytes of an atom are always written and read together.
 
 use super::draws::Draw;
-use super::footprint::{Foot, Touch, footprints, phase_bytes, row_bytes, word_spans};
+use super::footprint::{Deal, Foot, Touch, footprints, phase_bytes, row_bytes, word_spans};
 use super::{Fault, Kind, words};
 use monobloc::ir::op::Op;
 use monobloc::ir::program::Space;
@@ -366,12 +366,16 @@ impl Window {
         let positions: Vec<u32> = (from..s.program.context_max).take(steps.min(draw.steps) as usize).collect();
         // No task accesses rows that the launch does not have.
         let present = draw.positions.len() as u32;
-        let of_rows = |foot: &Foot| foot.of_rows(&draw.sequences);
-        let feet: Vec<Vec<Foot>> = plan.feet.iter().map(|feet| feet.iter().map(of_rows).collect()).collect();
         let regime_of: Vec<usize> = positions
             .iter()
             .map(|&p| s.regimes.iter().rposition(|r| r.from_position <= p).expect("the first starts at 0"))
             .collect();
+        // By step: rows choose anew in each.
+        let of_step = |(step, &r): (usize, &usize)| -> Vec<Foot> {
+            let choices = |deal: &Deal| draw.choices(step, deal.parts, deal.slots);
+            plan.feet[r].iter().map(|foot| foot.of_step(&draw.sequences, choices)).collect()
+        };
+        let feet: Vec<Vec<Foot>> = regime_of.iter().enumerate().map(of_step).collect();
         let regimes: Vec<&Regime> = regime_of.iter().map(|&r| &s.regimes[r]).collect();
         let phase = |buffer: BufferId, step: usize| {
             u64::from(positions[step] % s.program.buffers[buffer.index()].phases.max(1))
@@ -401,14 +405,14 @@ impl Window {
             let base = (touch.buffer.index() as u64) << 48 | u64::from(touch.row) << 32;
             (base + u64::from(touch.lo), base + u64::from(touch.hi))
         };
-        for (step, &r) in regime_of.iter().enumerate() {
+        for step in 0..regime_of.len() {
             for event in &regimes[step].events {
                 for at in [phase(event.buffer, step), before(event.buffer, step)] {
                     let all = about(s, event, present).flat_map(|touch| spans(plan, &touch, at).0);
                     all.for_each(|r| cuts.add(r.0, r.1));
                 }
             }
-            for foot in &feet[r] {
+            for foot in &feet[step] {
                 for touch in foot.writes.iter().chain(&foot.reads).chain(&foot.choices) {
                     for at in [phase(touch.buffer, step), before(touch.buffer, step)] {
                         let (own, rest) = spans(plan, touch, at);
@@ -435,9 +439,8 @@ impl Window {
             c.seal();
         }
 
-        // Writers of exchange buffers and of private ones, by regime and buffer.
-        let writers: Vec<Writers> =
-            s.regimes.iter().enumerate().map(|(r, regime)| Writers::of(regime, &feet[r])).collect();
+        // Writers of exchange buffers and of private ones, by step and buffer.
+        let writers: Vec<Writers> = regimes.iter().zip(&feet).map(|(regime, feet)| Writers::of(regime, feet)).collect();
 
         let mut window = Window {
             poll: Poll::Counts,
@@ -474,7 +477,7 @@ impl Window {
         // Events.
         let mut event_bases = vec![0u32];
         let mut clocks = 0u32;
-        for (step, &r) in regime_of.iter().enumerate() {
+        for (step, feet) in feet.iter().enumerate() {
             let regime = regimes[step];
             for (e, event) in regime.events.iter().enumerate() {
                 let clock = orders_memory(event.mechanism).then(|| {
@@ -484,7 +487,7 @@ impl Window {
                 let by = regime.tasks.iter().enumerate().filter(|(_, t)| t.signals.contains(&EventId(e as u32)));
                 let by = by.map(|(t, _)| {
                     let mut atoms = vec![];
-                    for (w, write) in feet[r][t].writes.iter().enumerate() {
+                    for (w, write) in feet[t].writes.iter().enumerate() {
                         let of_row = event.row.is_none_or(|row| row == write.row);
                         if write.buffer == event.buffer && of_row && write.lo < event.hi && event.lo < write.hi {
                             let part = Touch { lo: write.lo.max(event.lo), hi: write.hi.min(event.hi), ..*write };
@@ -506,7 +509,7 @@ impl Window {
             let regime = regimes[step];
             let owners = regime.owners();
             for (t, task) in regime.tasks.iter().enumerate() {
-                let foot = &feet[r][t];
+                let foot = &feet[step][t];
                 let sm = owners[t].expect("every task is in a queue").index();
                 let op = &s.program.grids[task.grid.index()].op;
                 let after = regime.streams[sm].iter().find(|run| run.task.index() == t).and_then(|run| run.after);
@@ -522,17 +525,17 @@ impl Window {
                         if words {
                             // A task polls the words of its own part.
                             let at = phase(event.buffer, of);
-                            let polled = about(s, event, present).filter(|t| foot.takes(t.row, &draw.sequences));
-                            let all = polled.flat_map(|touch| spans(plan, &touch, at).0);
+                            let all = polled(s, event, present, foot, draw).into_iter();
+                            let all = all.flat_map(|touch| spans(plan, &touch, at).0);
                             return (all.flat_map(|r| cuts.atoms(r.0, r.1)).collect(), of);
                         }
                         let per = u64::from(4 / buffer.dtype.bytes().min(4) as u32);
                         let base = s.placement[event.buffer.index()].unwrap_or(0)
                             + phase(event.buffer, of) * phase_bytes(buffer);
                         let mut atoms: Vec<u32> = vec![];
-                        for touch in about(s, event, present).filter(|t| foot.takes(t.row, &draw.sequences)) {
+                        for touch in polled(s, event, present, foot, draw) {
                             let base = base + u64::from(touch.row) * row_bytes(buffer);
-                            let packets = u64::from(event.lo) / per..u64::from(event.hi).div_ceil(per);
+                            let packets = u64::from(touch.lo) / per..u64::from(touch.hi).div_ceil(per);
                             atoms.extend(packets.map(|p| cuts.atom(base + 8 * p + 4)));
                         }
                         atoms.dedup();
@@ -584,7 +587,7 @@ impl Window {
                         Some(&index) => index,
                         None => {
                             let mut pieces = vec![];
-                            let found = writers[r].pieces(touch, Some(task.grid.0))?;
+                            let found = writers[step].pieces(touch, Some(task.grid.0))?;
                             for (lo, hi, writer) in found {
                                 let part = Touch { lo, hi, ..*touch };
                                 let (from, at_phase, writer) = match writer {
@@ -593,7 +596,7 @@ impl Window {
                                     None if step == 0 && matches!(op, Op::Select) => continue,
                                     None if step == 0 => (0, 0, None),
                                     None => {
-                                        let earlier = &writers[regime_of[step - 1]];
+                                        let earlier = &writers[step - 1];
                                         for (lo, hi, writer) in earlier.pieces(&part, None)? {
                                             let part = Touch { lo, hi, ..part };
                                             let Some((t, w)) = writer else {
@@ -673,7 +676,7 @@ impl Window {
 
                 let mut private_reads = vec![];
                 for touch in &foot.private_reads {
-                    for (lo, hi, grid) in writers[r].private(touch, task.grid.0) {
+                    for (lo, hi, grid) in writers[step].private(touch, task.grid.0) {
                         let (a, b) = wide(&Touch { lo, hi, ..*touch });
                         private_reads.push((privates.atoms(a, b), private_id(step, grid)));
                     }
@@ -761,16 +764,15 @@ impl Window {
                             };
                             let chunks = 2 * (end - start).div_ceil(rows);
                             let mut found = vec![];
-                            for touch in &feet[regime_of[step]][task.index()].history {
+                            for touch in &feet[step][task.index()].history {
                                 for past in start..end {
                                     let Some((at, by)) = appended(draw, row, past, step, positions.len())? else {
                                         continue;
                                     };
-                                    let r = regime_of[at];
                                     // The tasks that append these columns of that row.
                                     let mut covered = touch.lo;
                                     while covered < touch.hi {
-                                        let writer = feet[r].iter().enumerate().find_map(|(t, foot)| {
+                                        let writer = feet[at].iter().enumerate().find_map(|(t, foot)| {
                                             let mut parts = foot.appends.iter();
                                             parts
                                                 .find(|a| {
@@ -1220,6 +1222,19 @@ fn about<'a>(s: &'a Schedule, event: &'a Event, present: u32) -> impl Iterator<I
         None => 0..s.program.buffers[event.buffer.index()].rows.min(present),
     };
     rows.map(|row| Touch { buffer: event.buffer, row, lo: event.lo, hi: event.hi })
+}
+
+/// What a task polls of an event's columns: those of its part of the sequences, or of what is dealt to it.
+fn polled(s: &Schedule, event: &Event, present: u32, foot: &Foot, draw: &Draw) -> Vec<Touch> {
+    let about = about(s, event, present).filter(|touch| foot.takes(touch.row, &draw.sequences));
+    if foot.deal.is_none() || foot.choices.iter().any(|choice| choice.buffer == event.buffer) {
+        return about.collect();
+    }
+    let read = |touch: Touch| {
+        let here = foot.reads.iter().filter(move |read| (read.buffer, read.row) == (touch.buffer, touch.row));
+        here.map(move |read| Touch { lo: read.lo.max(touch.lo), hi: read.hi.min(touch.hi), ..touch })
+    };
+    about.flat_map(read).filter(|touch| touch.lo < touch.hi).collect()
 }
 
 /// The parts of a write between the borders of events, where these are between packets or words.

@@ -555,6 +555,7 @@ fn shape(s: &mut Schedule, _: &mut Target, random: &mut Rng) -> Option<Vec<Entit
             grid.second = match grid.second {
                 Second::Axis(n) => Second::Axis(n + 1),
                 Second::Ordinal(n) => Second::Ordinal(n + 1),
+                Second::Dealt(n) => Second::Dealt(n + 1),
             }
         }
     }
