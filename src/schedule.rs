@@ -590,6 +590,27 @@ fn coarse_first(program: &Program) -> Vec<usize> {
     order
 }
 
+/// The order of grids in queues: that of the program, except that products with a shared expert and those with chosen ones take turns, the shared one first.
+/// SMs do the first while rows choose, and need not wait for the second, whose input is there when the others end (docs/perf/batch.md, entry 62).
+fn queue_order(program: &Program) -> Vec<usize> {
+    let grids = &program.grids;
+    let (mut order, mut g) = (vec![], 0);
+    while g < grids.len() {
+        if !grids[g].is_dealt() {
+            order.push(g);
+            g += 1;
+            continue;
+        }
+        let products = grids[g..].iter().take_while(|grid| matches!(grid.op, Op::MatVec(_))).count();
+        let (dealt, shared): (Vec<usize>, Vec<usize>) = (g..g + products).partition(|at| grids[*at].is_dealt());
+        for turn in 0..dealt.len().max(shared.len()) {
+            order.extend(shared.get(turn).into_iter().chain(dealt.get(turn)));
+        }
+        g += products;
+    }
+    order
+}
+
 /// What streaming a byte costs on each SM, in thousandths of its cost if no SM is spared.
 fn byte_costs(c: &Candidate) -> Vec<u64> {
     let light = c.light_sms();
@@ -617,7 +638,8 @@ fn tasks(
     let mut r =
         Regime { from_position, tasks: vec![], events: vec![], queues: vec![vec![]; sms], streams: vec![vec![]; sms] };
     let (mut spread, divides_pages) = (0usize, for_rows(program));
-    for (g, grid) in program.grids.iter().enumerate() {
+    for g in queue_order(program) {
+        let grid = &program.grids[g];
         if !takes_part(program, c, grid, split) {
             continue;
         }
