@@ -855,6 +855,10 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
     for list in writers.iter_mut().flat_map(|of_buffer| of_buffer.values_mut()) {
         list.sort_unstable();
     }
+    // What is dealt has all dealt tasks as its writers, whatever a task reads of it: one event is about all of it.
+    let mut dealt = vec![false; program.buffers.len()];
+    let written = program.grids.iter().filter(|grid| grid.is_dealt()).flat_map(|grid| &grid.operands);
+    written.filter(|operand| operand.access.writes()).for_each(|operand| dealt[operand.buffer.index()] = true);
     let bulk = target.spec.copy == CopyMechanism::Bulk;
     // Kernels access all packets at one scope.
     let scope = if target.devices > 1 { Scope::System } else { Scope::Device };
@@ -869,7 +873,14 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
             if lo >= hi {
                 continue;
             }
-            let (lo, hi, row) = (lo as u32, hi as u32, row_of(operand, &r.tasks[t]));
+            let (mut lo, mut hi, row) = (lo as u32, hi as u32, row_of(operand, &r.tasks[t]));
+            if dealt[operand.buffer.index()] {
+                (lo, hi) = (0, program.buffers[operand.buffer.index()].cols);
+                let about = |wait: &Wait| r.events[wait.event.index()].buffer == operand.buffer;
+                if r.tasks[t].waits.iter().any(about) {
+                    continue;
+                }
+            }
             // The arg-max pairs end a step: the next one reads them, and their event orders all plain memory of this step.
             let ends_step = operand.role == Role::Best;
             // A draft reads what the step before left.

@@ -329,7 +329,9 @@ fn unread(r: u32, id: TaskId, task: &Task, wait: &Wait, regime: &Regime, grids: 
             && flow.row(task).is_none_or(|row| event.row == Some(row))
             && flow.span(task).is_some_and(|s| s.0 <= event.lo && event.hi <= s.1)
     };
-    if event.mechanism != Mechanism::Counter && !grids.reads(task.grid).iter().any(polls) {
+    // What tells of no task orders nothing, so a wait for all that is dealt says no more than one for what a task polls of it.
+    let orders = event.mechanism != Mechanism::Counter && grids.tells(task.grid, event.buffer);
+    if orders && !grids.reads(task.grid).iter().any(polls) {
         found.add_with(Rule::UnreadWait, Entity::Task(r, id), || {
             let Event { buffer, lo, hi, .. } = *event;
             let message = format!("waits by packets for columns {lo}..{hi} of {buffer}, expected to read all of them");

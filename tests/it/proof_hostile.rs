@@ -100,7 +100,7 @@ fn scramble(s: &mut Schedule, random: &mut Random) -> Option<String> {
         11 => {
             let (i, g) = pick(random, &mut s.program.grids)?;
             let extent = other(random, g.second.extent());
-            g.second = if random.below(2) == 0 { Second::Axis(extent) } else { Second::Ordinal(extent) };
+            g.second = [Second::Axis, Second::Ordinal, Second::Dealt][random.below(3)](extent);
             format!("g{i} second {:?}", g.second)
         }
         12 => {

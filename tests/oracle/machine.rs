@@ -20,7 +20,7 @@ use super::draws::Draw;
 use super::footprint::{Deal, Foot, Touch, footprints, phase_bytes, row_bytes, word_spans};
 use super::{Fault, Kind, words};
 use monobloc::ir::op::Op;
-use monobloc::ir::program::Space;
+use monobloc::ir::program::{Grid, Operand, Second, Space};
 use monobloc::ir::schedule::{Event, Mechanism, Regime, Schedule, Source, Wait};
 use monobloc::ir::{BufferId, EventId};
 use monobloc::target::{CopyMechanism, Target};
@@ -1227,7 +1227,13 @@ fn about<'a>(s: &'a Schedule, event: &'a Event, present: u32) -> impl Iterator<I
 /// What a task polls of an event's columns: those of its part of the sequences, or of what is dealt to it.
 fn polled(s: &Schedule, event: &Event, present: u32, foot: &Foot, draw: &Draw) -> Vec<Touch> {
     let about = about(s, event, present).filter(|touch| foot.takes(touch.row, &draw.sequences));
-    if foot.deal.is_none() || foot.choices.iter().any(|choice| choice.buffer == event.buffer) {
+    // An event about what is dealt is about all of it, and a reader polls what it reads.
+    let deals = |grid: &Grid| {
+        let writes = |operand: &Operand| operand.access.writes() && operand.buffer == event.buffer;
+        matches!(grid.second, Second::Dealt(_)) && grid.operands.iter().any(writes)
+    };
+    let whole = foot.deal.is_none() && !s.program.grids.iter().any(deals);
+    if whole || foot.choices.iter().any(|choice| choice.buffer == event.buffer) {
         return about.collect();
     }
     let read = |touch: Touch| {
