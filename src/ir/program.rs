@@ -487,3 +487,22 @@ impl Grid {
         self.operands.iter().find(|o| o.role == role)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_of_a_deal_are_even_and_cover_it() {
+        for (units, tasks) in [(0, 4), (1, 4), (5, 1), (77, 128), (12_288, 132), (u32::MAX as usize, 3)] {
+            let shares: Vec<Range<usize>> = (0..tasks).map(|j| dealt(units, j, tasks)).collect();
+            assert_eq!((shares[0].start, shares[shares.len() - 1].end), (0, units));
+            assert!(shares.windows(2).all(|pair| pair[0].end == pair[1].start), "{units} units, {tasks} tasks");
+            let least = units / tasks as usize;
+            assert!(
+                shares.iter().all(|share| (least..=least + 1).contains(&share.len())),
+                "{units} units, {tasks} tasks"
+            );
+        }
+    }
+}
