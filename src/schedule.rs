@@ -856,9 +856,7 @@ fn derive_events(program: &Program, r: &mut Regime, mechanism: Mechanism, target
         list.sort_unstable();
     }
     // What is dealt has all dealt tasks as its writers, whatever a task reads of it: one event is about all of it.
-    let mut dealt = vec![false; program.buffers.len()];
-    let written = program.grids.iter().filter(|grid| grid.is_dealt()).flat_map(|grid| &grid.operands);
-    written.filter(|operand| operand.access.writes()).for_each(|operand| dealt[operand.buffer.index()] = true);
+    let dealt = program.dealt_buffers();
     let bulk = target.spec.copy == CopyMechanism::Bulk;
     // Kernels access all packets at one scope.
     let scope = if target.devices > 1 { Scope::System } else { Scope::Device };

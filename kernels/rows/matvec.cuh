@@ -29,29 +29,21 @@ __device__ constexpr bool has_columns_of_slots(...) {
 template <class G, bool = has_columns_of_slots<G>(nullptr)>
 struct SlotColumns {
   static constexpr bool GATED = G::EPILOGUE == Epilogue::GATED || G::EPILOGUE == Epilogue::CLAMPED;
-  static constexpr int X_COLS = G::K, X_STEP = 0, OUT_COLS = GATED ? G::ROWS / 2 : G::ROWS, OUT_AT = 0, OUT_STEP = 0;
+  static constexpr int X_COLS = G::K, X_STEP = 0, OUT_COLS = GATED ? G::ROWS / 2 : G::ROWS, OUT_AT = 0, OUT_STEP = 0, EACH = 0;
 };
 template <class G>
 struct SlotColumns<G, true> {
   static constexpr int X_COLS = G::X_COLS, X_STEP = G::X_STEP, OUT_COLS = G::OUT_COLS, OUT_AT = G::OUT_AT, OUT_STEP = G::OUT_STEP;
+  static constexpr int EACH = G::EACH; // parts that a row chooses, 0: there is no choice
 };
-
-template <class G>
-__device__ constexpr int chosen_by_row(decltype(G::EACH)*) {
-  return G::EACH;
-}
-template <class G>
-__device__ constexpr int chosen_by_row(...) {
-  return 0;
-}
 
 template <class M, class G>
 struct RowsMatVecShape {
   static constexpr bool GATED = G::EPILOGUE == Epilogue::GATED || G::EPILOGUE == Epilogue::CLAMPED;
   static constexpr bool CHOSEN = parts_of<G>(nullptr) > 0;
   static constexpr u32 PART_UNITS = Part<G>::UNITS;
-  static constexpr int EACH = chosen_by_row<G>(nullptr); // parts that a row chooses
   typedef SlotColumns<G> Slots;
+  static constexpr int EACH = Slots::EACH;
   typedef Coding<M, G> Weights;
   static constexpr int ELEM = ElemOf<M::WEIGHT>::BYTES;
   static constexpr int K_PARTS = OPERAND_ROWS / G::UNIT_ROWS;
@@ -776,8 +768,8 @@ struct RowsMatVecLanes {
     // Whole warps wait together.
     for (int base = 0; base < pieces * M::ROWS; base += S::THREADS) {
       const int i = base + c.tid(), row = i % M::ROWS, piece = first + i / M::ROWS;
-      bool want = i < pieces * M::ROWS && piece < W::PIECES && takes_part<M>(row);
       const bool in = i < pieces * M::ROWS;
+      bool want = in && piece < W::PIECES && takes_part<M>(row);
       int first_x = 0;
       if constexpr (S::CHOSEN) {
         want = want && row_chose<M>(row, part);

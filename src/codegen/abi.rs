@@ -501,8 +501,7 @@ impl<'a> GridEntry<'a> {
 
     /// The second index of a task, of what is dealt among those of its device.
     fn share(&self, task: &Task) -> u32 {
-        let Machine { sms, devices, .. } = self.schedule.machine;
-        if self.grid.is_dealt() { task.j % (sms / devices).max(1) } else { task.j }
+        self.grid.share_on_device(task.j, self.schedule.machine.devices).map_or(task.j, |(share, _)| share)
     }
 
     /// What a run says of the parts of its matrix, which have `bytes` each, in units of `unit` bytes.

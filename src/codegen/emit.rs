@@ -8,7 +8,7 @@ use crate::ir::layout::WORD_ROWS;
 use crate::ir::op::{
     Attention, Combine, Convolve, Epilogue, GroupNorm, MatVec, Mix, NormAttr, Op, QkNormAttr, Role, Route, Scan,
 };
-use crate::ir::program::{Buffer, Cols, Grid, Operand, Program};
+use crate::ir::program::{Buffer, Grid, Operand, Program};
 use crate::ir::schedule::{Schedule, SmemKind, Source};
 use crate::ir::table::Holds;
 use crate::ir::variant::{AttentionVariant, MatVecVariant};
@@ -538,12 +538,12 @@ fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> S
     {
         let cols = |operand: &Operand| program.buffers[operand.buffer.index()].cols;
         let (x_cols, out_cols) = (cols(x), cols(out));
-        // A dealt task names the columns of all slots, or the one input that they share.
-        let each = table.map_or(0, |table| table.cols.max(1));
-        let step = |cols: &Cols| cols.len.checked_div(each).unwrap_or(0);
-        let of_input = if x.cols.len == k { 0 } else { step(&x.cols) };
+        // A dealt task names the columns of all slots.
+        let each = table.map_or(0, |table| table.cols);
+        let out_step = out.cols.len.checked_div(each).unwrap_or(0);
+        let of_input = program.input_step(grid);
         let _ = write!(s, "int X_COLS = {x_cols}\nint X_STEP = {of_input}\nint OUT_COLS = {out_cols}\n");
-        let _ = write!(s, "int OUT_AT = {}\nint OUT_STEP = {}\n", out.cols.base, step(&out.cols));
+        let _ = write!(s, "int OUT_AT = {}\nint OUT_STEP = {out_step}\nint EACH = {each}\n", out.cols.base);
     }
     // A task of all slots does not depend on what they chose: its loader does.
     if let (Some(table), 1) = (table, slots) {
@@ -551,9 +551,6 @@ fn matvec_members(schedule: &Schedule, id: GridId, grid: &Grid, m: &MatVec) -> S
         let input = grid.operand(Role::X).map(|x| &x.cols);
         let first = input.is_some_and(|cols| cols.stride_j == 0 && cols.len == k);
         let _ = write!(s, "int EXPERTS = {}\nint PART_UNITS = {}\nbool INPUT_FIRST = {first}\n", table.bound, grid.n);
-        if grid.is_dealt() {
-            let _ = writeln!(s, "int EACH = {}", table.cols);
-        }
         if grid.operand(Role::Shares).is_some() {
             s += "bool WEIGHED = true\n";
         }

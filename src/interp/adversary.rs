@@ -654,7 +654,7 @@ fn history_chunk(step: &StepRows, bytes: &StreamBytes, done: usize) -> Option<(V
     Some(((first..last).map(|position| of.cache_row(position)).collect(), columns))
 }
 
-/// The next chunk of what is dealt, after `done` bytes: its place from `begin` on, and its bytes in the pack. Each part is divided by itself.
+/// The next chunk of what is dealt, after `done` bytes: its place from `begin` on, and its bytes in the pack. Chunks end with their part.
 fn dealt_chunk(
     parts: &[DealtPart],
     chosen: &Chosen,

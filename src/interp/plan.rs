@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::format::Format;
 use crate::ir::layout::{Matrix, constant_row_bytes, matrices, pack_bytes, placed_bytes};
 use crate::ir::op::{self, Epilogue, NormAttr, Op, PARTIAL_HEADER, Role};
-use crate::ir::program::{Buffer, Grid, Operand, Program, Rows, Second, Space, dealt, part_of};
+use crate::ir::program::{Buffer, Grid, Operand, Program, Rows, Space, dealt, part_of};
 use crate::ir::schedule::{Event, Ring, Schedule, Source, Task};
 use crate::ir::variant::MatVecVariant;
 use crate::ir::{BufferId, EventId, GridId, LayerId, SmId, TaskId};
@@ -1174,13 +1174,8 @@ impl MemoryMap {
         if !whole || self.constant_len(at).is_some_and(|len| end > len) {
             return Err(PlanError::Parts { grid: at.grid_id, parts: table.bound });
         }
-        let deal = match at.grid.second {
-            Second::Dealt(tasks) => {
-                let tasks = (tasks / self.devices.max(1)).max(1);
-                Some(Deal { j: at.j % tasks, tasks, units: at.hi.saturating_sub(at.lo) as usize })
-            }
-            _ => None,
-        };
+        let share = at.grid.share_on_device(at.j, self.devices);
+        let deal = share.map(|(j, tasks)| Deal { j, tasks, units: at.hi.saturating_sub(at.lo) as usize });
         Ok(Some(Chosen {
             entry: self.region(at, Role::Choices)?,
             deal,

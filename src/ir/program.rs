@@ -447,6 +447,22 @@ impl Program {
         own.is_some() && self.grids[..id.index()].iter().all(|grid| table(grid) != own)
     }
 
+    /// For each buffer, whether tasks to which parts are dealt write some of it.
+    pub fn dealt_buffers(&self) -> Vec<bool> {
+        let mut dealt = vec![false; self.buffers.len()];
+        let operands = self.grids.iter().filter(|grid| grid.is_dealt()).flat_map(|grid| &grid.operands);
+        operands.filter(|operand| operand.access.writes()).for_each(|operand| dealt[operand.buffer.index()] = true);
+        dealt
+    }
+
+    /// Columns from slot to slot of the input of a product whose parts are dealt; 0: all slots have one input.
+    pub fn input_step(&self, grid: &Grid) -> u32 {
+        let (Op::MatVec(m), Some(table), Some(x)) = (&grid.op, self.looked_up(grid), grid.operand(Role::X)) else {
+            return 0;
+        };
+        if x.cols.len == m.k { 0 } else { x.cols.len / table.cols.max(1) }
+    }
+
     /// The most parts that a table of choices chooses among, and the most that it chooses for a row; `None`: there is no choice.
     pub fn chosen_max(&self) -> Option<(u32, u32)> {
         let of_choices = self.tables.iter().filter(|table| table.holds == Holds::Choices);
@@ -465,6 +481,13 @@ impl Program {
 }
 
 impl Grid {
+    /// Of what is dealt, which share task `j` has of how many of its device, if so many devices have its tasks.
+    pub fn share_on_device(&self, j: u32, devices: u32) -> Option<(u32, u32)> {
+        let Second::Dealt(tasks) = self.second else { return None };
+        let each = (tasks / devices.max(1)).max(1);
+        Some((j % each, each))
+    }
+
     /// Whether its parts are dealt when the rows of the step have chosen them.
     pub fn is_dealt(&self) -> bool {
         matches!(self.second, Second::Dealt(_))

@@ -2,7 +2,7 @@
 
 use super::layout::{QUEUE_ENTRY_BYTES, place_align, placed_bytes};
 use super::op::OpKey;
-use super::program::{Grid, Program, Second, Space};
+use super::program::{Grid, Program, Space};
 use super::variant::{AttentionVariant, MatVecVariant, Variant};
 use super::{BufferId, EventId, GridId, SmId, TaskId};
 use std::collections::{BTreeMap, HashMap};
@@ -274,9 +274,14 @@ impl Schedule {
 
     /// Most units that a task of a dealt grid takes, of all parts, if its device has `units` of each part.
     pub fn units_dealt_max(&self, grid: &Grid, units: u32) -> Option<u32> {
-        let Second::Dealt(tasks) = grid.second else { return None };
-        let each = (tasks / self.machine.devices.max(1)).max(1);
+        let (_, each) = grid.share_on_device(0, self.machine.devices)?;
         Some(units.saturating_mul(self.program.parts_chosen_max(grid)).div_ceil(each))
+    }
+
+    /// Most units of one part that a task takes.
+    pub fn units_at_once(&self, grid: &Grid, task: &Task) -> u32 {
+        let named = task.hi.saturating_sub(task.lo);
+        self.units_dealt_max(grid, named).map_or(named, |dealt| dealt.min(named))
     }
 
     /// Units of the longest task for each grid, without a break between parts, over all grids with the same op: layers share one kernel, however they are divided.
@@ -285,8 +290,7 @@ impl Schedule {
         let mut own = vec![1; grids.len()];
         for task in self.regimes.iter().flat_map(|r| &r.tasks) {
             if let (Some(most), Some(grid)) = (own.get_mut(task.grid.index()), grids.get(task.grid.index())) {
-                let named = task.hi.saturating_sub(task.lo);
-                *most = self.units_dealt_max(grid, named).map_or(named, |dealt| dealt.min(named)).max(*most);
+                *most = self.units_at_once(grid, task).max(*most);
             }
         }
         // By a key: comparing each op with each would take most of the time of a deep model's proof.

@@ -242,11 +242,7 @@ impl Rules<'_> {
             });
             // matvec.cuh: slots of the input begin with spans of words.
             let span = SPAN_BYTES / precision.wire.bytes() as u32;
-            let slots = program.looked_up(grid).map_or(1, |table| table.cols.max(1));
-            let pitch = grid.operand(Role::Choices).and_then(|_| grid.operand(Role::X)).map_or(0, |x| match &grid.op {
-                Op::MatVec(m) if x.cols.len == m.k => 0,
-                _ => x.cols.len / slots,
-            });
+            let pitch = program.input_step(grid);
             self.expect_rule(Rule::KernelRows, pitch % span == 0, Entity::Grid(GridId(g)), || {
                 format!("expected slots of a multiple of {span} columns, found {pitch}")
             });
@@ -821,16 +817,19 @@ mod tests {
     use super::*;
     use crate::ir::schedule::Regime;
 
+    /// What one of the rules finds, where it finds it.
+    fn found_by(rule: impl Fn(&mut Rules<'_>, &Schedule), schedule: &Schedule) -> Vec<Entity> {
+        let mut found = Found::default();
+        rule(&mut Rules { found: &mut found }, schedule);
+        found.list.iter().map(|violation| violation.entity).collect()
+    }
+
     /// A schedule that breaks this rule today waits for itself, too.
     #[test]
     fn a_block_has_choices_before_it_deals() {
         let text = include_str!("../../tests/filetests/validate/proven-looked-up-rows.mkir");
         let mut schedule = crate::ir::parse::parse(text).unwrap();
-        let found = |schedule: &Schedule| {
-            let mut found = Found::default();
-            Rules { found: &mut found }.deals(schedule);
-            found.list.iter().map(|violation| violation.entity).collect::<Vec<_>>()
-        };
+        let found = |schedule: &Schedule| found_by(|rules, schedule| rules.deals(schedule), schedule);
         assert_eq!(found(&schedule), []);
         let Regime { tasks, queues, .. } = &mut schedule.regimes[0];
         let dealt = |task: &TaskId| schedule.program.grids[tasks[task.index()].grid.index()].is_dealt();
@@ -845,11 +844,7 @@ mod tests {
     fn a_task_that_is_left_out_before_one_that_fills_the_cache_is_refused() {
         let text = include_str!("../../tests/filetests/validate/proven-two-rows.mkir");
         let mut schedule = crate::ir::parse::parse(text).unwrap();
-        let found = |schedule: &Schedule| {
-            let mut found = Found::default();
-            Rules { found: &mut found }.fills(schedule);
-            found.list.iter().map(|violation| violation.entity).collect::<Vec<_>>()
-        };
+        let found = |schedule: &Schedule| found_by(|rules, schedule| rules.fills(schedule), schedule);
         assert_eq!(found(&schedule), []);
         let last = schedule.program.last_append();
         let Regime { tasks, queues, .. } = &mut schedule.regimes[0];

@@ -8,7 +8,6 @@ use crate::format::Format;
 use crate::ir::op::{Epilogue, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Buffer, Home, Rows, Space};
 use crate::ir::schedule::{Machine, Schedule, SmemKind};
-use crate::ir::table::Holds;
 use crate::ir::{BufferId, GridId, SmId};
 use crate::target::{DotMechanism, Target, TargetKind};
 
@@ -203,9 +202,8 @@ pub(super) fn shared(schedule: &Schedule, target: &Target, grids: &Grids, found:
         // Which rows take part, tokens; two statistics of two tasks and the best (value, id) of each warp and row.
         state += padded.div_ceil(32) * 4 + padded * 4 + warps * padded * 24;
         // Of the choices of a layer: two barriers and counts, which rows chose each part, the distinct parts, and what each row chose.
-        let choices = schedule.program.tables.iter().filter(|table| table.holds == Holds::Choices);
-        let most = choices.map(|table| (u64::from(table.bound), u64::from(table.cols)));
-        if let Some((parts, slots)) = most.reduce(|a, b| (a.0.max(b.0), a.1.max(b.1))) {
+        if let Some((parts, slots)) = schedule.program.chosen_max() {
+            let (parts, slots) = (u64::from(parts), u64::from(slots));
             state += 24 + parts * padded.div_ceil(32) * 4 + (padded * slots).min(parts) * 2 + padded * slots * 2;
         }
     }

@@ -22,9 +22,7 @@ pub(super) fn check(schedule: &Schedule, target: &Target, found: &mut Found) {
     let mut longest = vec![0u32; schedule.program.grids.len()];
     for task in schedule.regimes.iter().flat_map(|regime| &regime.tasks) {
         let most = &mut longest[task.grid.index()];
-        let named = task.hi.saturating_sub(task.lo);
-        let dealt = schedule.units_dealt_max(&schedule.program.grids[task.grid.index()], named);
-        *most = dealt.map_or(named, |dealt| dealt.min(named)).max(*most);
+        *most = schedule.units_at_once(&schedule.program.grids[task.grid.index()], task).max(*most);
     }
     for ((g, grid), longest) in (0..).zip(&schedule.program.grids).zip(longest) {
         let (at, variant) = (GridId(g), schedule.variants.get(&GridId(g)));

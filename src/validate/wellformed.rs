@@ -326,15 +326,12 @@ impl Grids {
                 (of.rows, of.parts) = (program.rows, false);
             });
         }
-        let mut partly = vec![false; program.buffers.len()];
-        let written = program.grids.iter().filter(|grid| grid.is_dealt()).flat_map(|grid| &grid.operands);
-        written.filter(|operand| operand.access.writes()).for_each(|operand| partly[operand.buffer.index()] = true);
         let mut grids = Grids {
             flows: Vec::with_capacity(4 * program.grids.len()),
             ends: Vec::with_capacity(program.grids.len()),
             rows,
             dealt: program.grids.iter().map(Grid::is_dealt).collect(),
-            partly,
+            partly: program.dealt_buffers(),
         };
         for grid in &program.grids {
             let mut ends = [0; CLASSES];

@@ -409,7 +409,7 @@ fn numbers(s: &Schedule) -> Result<(), Fault> {
     }
     let norm = |n: &NormAttr| n.eps.is_finite() && n.eps > 0.0;
     for (g, grid) in p.grids.iter().enumerate() {
-        // Each row has a history of its own, and chooses by itself. Then all rows that chose an expert take it at once.
+        // Each row has a history and a choice of its own. Then all rows that chose an expert take it at once.
         let alone = matches!(grid.op, Op::Attention(_) | Op::AttentionMerge { .. } | Op::Route(_));
         if grid.per_row != (p.rows > 1 && alone) {
             return Err(Fault::new(Kind::Undeclared, format!("g{g} takes other rows than its op")));
