@@ -93,24 +93,46 @@ impl SixBits {
 }
 
 impl Code {
-    /// The bits of a code in its byte of a granule; `shift` is that of [`Format::place`]. Two codes of e2m1 have their signs in the two
-    /// highest bits, sizes below them: one mask of a word takes the signs of two pairs.
+    /// The bits of a code in its byte of a granule, before [`Code::spread`]; `shift` is that of [`Format::place`].
     pub fn stored(self, code: u8, shift: u32) -> u8 {
-        match (self, shift) {
-            (Code::E2m1, 0) => code & 7 | (code & 8) << 4,
-            (Code::E2m1, _) => code << 3,
-            _ => code << shift,
+        code << shift
+    }
+
+    /// The code that a byte of a granule has at `shift`, after [`Code::gathered`].
+    pub fn loaded(self, byte: u8, shift: u32) -> u8 {
+        if self.bits() == 4 { byte >> shift & 15 } else { byte }
+    }
+
+    /// Names how the bits of codes lie in a granule, where they once lay otherwise: a pack of another version has the same places.
+    pub fn layout(self) -> &'static [u8] {
+        if self == Code::E2m1 { b"spread" } else { b"" }
+    }
+
+    /// Moves the bits of eight codes of e2m1 so that few instructions make operands of them; all in `bytes`, whole words.
+    ///
+    /// An operand is a pair of bf16 with the sign at bit 15 and the size from bit 6 on, so a shift and a mask make a pair whose bits lie as far apart. Of the pairs in the
+    /// halves of a word the first has its size at bit 0 and its sign at bit 9; the second at 4 and 13; the third at 10, and its signs at bit 3 of the *other* half, which a
+    /// rotation brings there; for the fourth the bits 14, 7, 8 and 15 are left.
+    pub fn spread(self, bytes: &mut [u8]) {
+        if self != Code::E2m1 {
+            return;
+        }
+        for bytes in bytes.as_chunks_mut::<4>().0 {
+            let w = u32::from_le_bytes(*bytes);
+            let sizes = w & 0x0077_0077 | (w & 0x0700_0700) << 2 | (w & 0x1000_1000) << 2 | (w & 0x6000_6000) >> 6;
+            let signs = (w & 0x0088_0088) << 6 | (w & 0x0800_0800).rotate_left(8) | w & 0x8000_8000;
+            *bytes = (sizes | signs).to_le_bytes();
         }
     }
 
-    /// The code that a byte of a granule has at `shift`.
-    pub fn loaded(self, byte: u8, shift: u32) -> u8 {
-        match (self, shift) {
-            (Code::E2m1, 0) => byte & 7 | byte >> 4 & 8,
-            (Code::E2m1, _) => byte >> 3 & 15,
-            (Code::Int4, _) => byte >> shift & 15,
-            _ => byte,
+    /// Undoes [`Code::spread`] in a word.
+    pub fn gathered(self, word: u32) -> u32 {
+        if self != Code::E2m1 {
+            return word;
         }
+        let sizes = word & 0x0077_0077 | word >> 2 & 0x0700_0700 | word >> 2 & 0x1000_1000 | word << 6 & 0x6000_6000;
+        let signs = word >> 6 & 0x0088_0088 | word.rotate_right(8) & 0x0800_0800 | word & 0x8000_8000;
+        sizes | signs
     }
 
     pub const ALL: [Code; 6] = [Code::F32, Code::Bf16, Code::Int8, Code::Int4, Code::E4m3, Code::E2m1];
@@ -273,6 +295,11 @@ impl Format {
     /// Whether groups have minima.
     pub fn has_minima(self) -> bool {
         self.groups.is_some_and(|groups| groups.minima)
+    }
+
+    /// Whether kernels subtract multiples of sums of the input: of offsets of integers, zero points and minima.
+    pub fn takes_sums(self) -> bool {
+        matches!(self.code, Code::Int8 | Code::Int4) || self.groups.is_some_and(|groups| groups.zeros || groups.minima)
     }
 
     pub fn is_plain(self) -> bool {
@@ -658,11 +685,17 @@ mod tests {
     }
 
     #[test]
-    fn codes_that_share_a_byte_are_read_back() {
-        for (a, b) in (0..16u8).flat_map(|a| (0..16u8).map(move |b| (a, b))) {
-            for code in [Code::Int4, Code::E2m1] {
-                let byte = code.stored(a, 0) | code.stored(b, 4);
-                assert_eq!((code.loaded(byte, 0), code.loaded(byte, 4)), (a, b), "{code:?}");
+    fn codes_of_a_word_are_read_back() {
+        let mut random = crate::random::Random::new(3);
+        for code in [Code::Int4, Code::E2m1] {
+            for word in [0, u32::MAX]
+                .into_iter()
+                .chain((0..32).map(|bit| 1 << bit))
+                .chain((0..1000).map(|_| random.word() as u32))
+            {
+                let mut bytes = word.to_le_bytes();
+                code.spread(&mut bytes);
+                assert_eq!(code.gathered(u32::from_le_bytes(bytes)), word, "{code:?}");
             }
         }
     }

@@ -47,7 +47,9 @@ pub enum PackError {
     Row { buffer: BufferId, name: String, row: u64, tensor: String, rows: u64 },
     #[error("{buffer} (`{name}`) stores {expected}, tensor `{tensor}` is stored as {found}")]
     Format { buffer: BufferId, name: String, expected: Format, tensor: String, found: String },
-    #[error("{buffer} (`{name}`) needs row {row} of tensor `{tensor}`, whose {what} of column {column} is no number")]
+    #[error(
+        "{buffer} (`{name}`) needs row {row} of tensor `{tensor}`, whose {what} of column {column} is no number that kernels take"
+    )]
     NotANumber { buffer: BufferId, name: String, tensor: String, row: u32, column: usize, what: &'static str },
     /// `name` is that of the part.
     #[error("tensor `{name}` {fault}")]
@@ -254,6 +256,7 @@ pub fn identity(schedule: &Schedule) -> [u8; 32] {
             // Numbers of 8 bytes, and content after its length: nothing can be read in two ways.
             let numbers = [*place, units.into(), unit_rows.into(), unit_bytes, content.bytes().len() as u64];
             hasher.update(bytemuck::cast_slice(&numbers)).update(content.bytes());
+            hasher.update(buffer.format().code.layout());
         }
     }
     *hasher.finalize().as_bytes()
@@ -407,7 +410,8 @@ fn whole_parts(graph: &ModelGraph, weights: &Weights, tensor: TensorId) -> Resul
     }
 }
 
-/// Refuses codes and scales that are no numbers: a kernel would read other values in them.
+/// Refuses codes and scales that are no numbers: a kernel would read other values in them. For kernels of rows 2^127 is none, either: the largest code
+/// times that is beyond fp32, and they compute with twice the scale.
 fn numbers(
     id: BufferId,
     buffer: &Buffer,
@@ -431,7 +435,9 @@ fn numbers(
         return Err(fault("code", column));
     }
     let group_k = format.groups.map_or(0, |groups| groups.k as usize);
-    let infinite = |of: &[f32]| of.iter().position(|scale| !scale.is_finite());
+    let powers = format.groups.is_some_and(|groups| groups.scale == ScaleCode::E8m0);
+    let most = if powers { f32::powi(2.0, 126) } else { f32::MAX };
+    let infinite = |of: &[f32]| of.iter().position(|scale| scale.is_nan() || scale.abs() > most);
     if let Some(group) = infinite(&codes.minima) {
         return Err(fault("minimum", group * group_k));
     }
@@ -461,6 +467,7 @@ fn put_codes(format: Format, row: &CodedRow, r: usize, unit: &mut [u8]) {
                 }
             }
         }
+        format.code.spread(own);
         if let Some(groups) = format.groups {
             for i in 0..format.granule_groups() as usize {
                 let group = (g * granule_k + i * group_k) / group_k;
@@ -810,8 +817,10 @@ mod tests {
             put_codes(format, &CodedRow { codes: codes.clone(), ..CodedRow::default() }, 3, &mut unit);
             for (at, &expected) in codes.iter().enumerate() {
                 let (byte, shift) = format.place(at % granule_k);
-                let granule = at / granule_k * format.granule_bytes() as usize;
-                assert_eq!(code.loaded(unit[granule + 3 * row_bytes + byte], shift), expected, "{code:?}, column {at}");
+                let word = at / granule_k * format.granule_bytes() as usize + 3 * row_bytes + byte / 4 * 4;
+                let word = code.gathered(u32::from_le_bytes(unit[word..word + 4].try_into().unwrap()));
+                let found = code.loaded(word.to_le_bytes()[byte % 4], shift);
+                assert_eq!(found, expected, "{code:?}, column {at}");
             }
         }
     }

@@ -8,9 +8,9 @@ pub use shards::shards;
 
 use crate::candidate::{Candidate, FormatCause, Infeasible};
 use crate::ir::layout::{
-    BlockLimits, GRANULE_BYTES, RING_SLOTS_MAX, RowNeeds, SmemNeeds, WARP_ROWS, WORD_ROWS, block_granules,
-    cache_row_bytes, chunk_granules, chunk_rows, chunk_rows_of_page, dealt_bytes, held, placed_bytes, placement,
-    share_of, smem_map,
+    BlockLimits, GRANULE_BYTES, RING_SLOTS_MAX, RowNeeds, SmemNeeds, WARP_ROWS, WHOLE_SLOT_BYTES, WORD_ROWS,
+    block_granules, cache_row_bytes, chunk_granules, chunk_rows, chunk_rows_of_page, dealt_bytes, held, placed_bytes,
+    placement, share_of, smem_map,
 };
 use crate::ir::op::{Access, Attention, Epilogue, HISTORY_ALIGN, MatVec, Op, Role, UNIT_ROWS};
 use crate::ir::program::{Grid, LayerOp, Operand, Program, Rows, Second, Site, Space};
@@ -154,8 +154,8 @@ fn resolve_matvecs(schedule: &mut Schedule, target: &Target, c: &Candidate) -> R
         if for_rows(program) {
             let lanes = lanes_of_rows(program.precision, tensor_cores);
             let (slot_bytes, warps) = (machine.ring.slot_bytes, machine.ring.arrivals);
-            let chunk = m.block_of_k(format, BlockLimits { rows: program.rows, lanes, slot_bytes, warps });
             let moved = machine.loader_registers > 0;
+            let chunk = m.block_of_k(format, BlockLimits { rows: program.rows, lanes, slot_bytes, warps, moved });
             let (parts, rows) = (m.parts(), program.rows);
             let limits = PassLimits { tensor_cores, parts, rows, units, block: chunk, moved };
             let most = rows_pass_max(format, program.precision, limits);
@@ -352,7 +352,7 @@ const LOADER_REGISTERS: u32 = 72;
 
 /// Whether the loader is a whole warpgroup and gives registers to the consumers. Batch kernels need more registers per consumer than
 /// decode kernels.
-fn registers_move(target: &Target, consumer_warps: u32) -> bool {
+pub fn registers_move(target: &Target, consumer_warps: u32) -> bool {
     let spec = &target.spec;
     spec.copy == CopyMechanism::Bulk && spec.register_reallocation && consumer_warps.is_multiple_of(WARPGROUP)
 }
@@ -360,10 +360,17 @@ fn registers_move(target: &Target, consumer_warps: u32) -> bool {
 /// Loader threads of a kernel for `rows` that copy chunks in turn, each in a warp of its own: more where chunks are short, because a thread takes
 /// 0.3 to 0.4 us for a chunk of any size (docs/perf/batch.md, entry 56). Chunks are short for more than 16 rows, and of codes; of experts those of
 /// `down` are, and slots are so large that each one counts.
-pub fn chunk_copiers(target: &Target, consumer_warps: u32, rows: u32, has_codes: bool, has_experts: bool) -> u32 {
+pub fn chunk_copiers(
+    target: &Target,
+    consumer_warps: u32,
+    rows: u32,
+    slot_bytes: u32,
+    has_codes: bool,
+    has_experts: bool,
+) -> u32 {
     match registers_move(target, consumer_warps) {
-        true if rows > WARP_ROWS || has_codes => WARPGROUP,
-        true if has_experts => 2,
+        true if rows > WARP_ROWS || has_codes && !WHOLE_SLOT_BYTES.contains(&slot_bytes) => WARPGROUP,
+        true if has_codes || has_experts => 2,
         _ => 1,
     }
 }
@@ -493,7 +500,7 @@ fn copiers(program: &Program, target: &Target, c: &Candidate) -> u32 {
     let mut weights = program.buffers.iter().filter(|buffer| buffer.space == Space::Weight);
     let has_codes = weights.any(|buffer| !buffer.format().is_plain());
     let has_experts = program.tables.iter().any(|table| table.holds == Holds::Choices);
-    let several = chunk_copiers(target, c.consumer_warps, program.rows, has_codes, has_experts);
+    let several = chunk_copiers(target, c.consumer_warps, program.rows, c.slot_bytes, has_codes, has_experts);
     if c.ring_slots.is_multiple_of(several) { several } else { 1 }
 }
 
@@ -515,7 +522,8 @@ fn row_needs(program: &Program, variants: &Variants, target: &Target, c: &Candid
         match &grid.op {
             Op::MatVec(m) if lanes.is_some() => {
                 let (format, rows) = (program.format_of(grid), program.rows);
-                let limits = BlockLimits { rows, lanes, slot_bytes: c.slot_bytes, warps: c.consumer_warps };
+                let (warps, moved) = (c.consumer_warps, registers_move(target, c.consumer_warps));
+                let limits = BlockLimits { rows, lanes, slot_bytes: c.slot_bytes, warps, moved };
                 let block = m.block_of_k(format, limits);
                 needs.block_k = needs.block_k.max(block * m.parts() * format.granule_k());
             }

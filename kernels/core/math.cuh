@@ -20,6 +20,15 @@ __device__ __forceinline__ float4 load_constant_here(const float4* from) {
   return v;
 #endif
 }
+__device__ __forceinline__ float2 load_constant_here(const float2* from) {
+#ifndef __CUDA_ARCH__
+  return *from;
+#else
+  float2 v;
+  asm volatile("ld.global.nc.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from));
+  return v;
+#endif
+}
 // Keeps a value in a register from here on: the compiler would work it out again where it is used.
 __device__ __forceinline__ void keep(u32& v) {
 #ifdef __CUDA_ARCH__

@@ -9,7 +9,7 @@
 //   int8   bf16: the byte, shifted up by 128; a bf16 below 2^-125 counts in steps of 2^-133
 //   int4   bf16: the bits, in the same steps. Pairs 1 and 3 of four lie four bits higher: they are 16 times as large, and meet x / 16
 //   e4m3   fp16: one conversion from sm_89 on; on older GPUs its bits, moved, are the value * 2^-8, subnormals included
-//   e2m1   bf16: its bits, moved, are the value * 2^-126; two codes of a byte have their signs at its top (`Code::stored`)
+//   e2m1   bf16: its bits, moved, are the value * 2^-126 (`Code::spread`)
 // All are exact. An offset of the operands is subtracted from the sum of a group (without groups: of all k) as `offset * sum(x)`, and
 // sum(x) is a product with ones. The sum of a unit is multiplied by the power of two. x of bf16 products is staged times 2^64 (2^100 for
 // e2m1), so it overflows from 2^64 (2^28) on. x of fp16 products is staged as fp16, times a power of two for each warp that brings its
@@ -150,22 +150,14 @@ struct Decode<Code::INT4> {
   static __device__ __forceinline__ float zero(u32 byte) { return float(byte); }
 };
 
-// Returns `v`. The compiler does not know what it is made of.
-__device__ __forceinline__ u32 hidden(u32 v) {
+// a * b. Of a power of two a compiler would make shifts.
+__device__ __forceinline__ u64 wide_product(u32 a, u32 b) {
 #ifdef __CUDA_ARCH__
-  asm("" : "+r"(v));
-#endif
-  return v;
-}
-// The bits of `b` that MASK has, and the others of `a`. A compiler takes two instructions for it.
-template <u32 MASK>
-__device__ __forceinline__ u32 joined(u32 a, u32 b) {
-#ifdef __CUDA_ARCH__
-  u32 r;
-  asm("lop3.b32 %0, %1, %2, %3, 0xd8;" : "=r"(r) : "r"(a), "r"(b), "n"(MASK));
+  u64 r;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(r) : "r"(a), "r"(b));
   return r;
 #else
-  return (a & ~MASK) | (b & MASK); // tests of ops on a CPU
+  return u64(a) * b; // tests of ops on a CPU
 #endif
 }
 // The larger number. A compiler that knows that one of both is a constant of one bit would take a test and a selection.
@@ -184,24 +176,22 @@ struct Decode<Code::E2M1> {
   static constexpr int BITS = 4, OPERAND_SHIFT = 126, X_SHIFT = 100, SECOND_SHIFT = 0, AHEAD_MAX = 64;
   static constexpr bool F16 = false;
   static constexpr float OFFSET = 0.f, ZERO = 0.f;
-  // `eight` in the order of k.
+  // `eight` in the order of k. The sign goes to the top of a bf16, two bits to the low end of its exponent, and one to the top of its mantissa. `Code::spread` of
+  // src/format.rs says where the bits of a pair lie in a word: three pairs as far from each other as here. Shifts to the left are multiplications, which have a pipe of their
+  // own; those to the right take turns with the logic, which decides how long this takes.
   static __device__ __forceinline__ uint4 in_order(const uint4 codes, int block) {
-    // A byte has signs at the top, of its first code and of its second, and sizes below, of its second code and of its first.
-    const u32 w = word_of(codes, block), first = hidden(w & 0x80808080u), second = hidden(w & 0x40404040u), down = hidden(w >> 5);
-    // The sign goes to the top of a bf16, two bits to the low end of its exponent, and one to the top of its mantissa: a size is at SIZE,
-    // where the other sign of a mask lies, too. Shifts to the left are multiplications, which have a pipe of their own; one to the right
-    // takes turns with the logic, which decides how long this takes.
-    constexpr u32 SIZE = 0x01c001c0u;
-    return make_uint4(joined<SIZE>(first << 8, w << 6), joined<SIZE>(second << 9, w << 3), joined<SIZE>(first, down << 3),
-                      joined<SIZE>(second << 1, down));
+    constexpr u32 PAIR = 0x81c081c0u;
+    const u32 w = word_of(codes, block);
+    const u64 turned = wide_product(w, 1u << 28);
+    return make_uint4(w << 6 & PAIR, w << 2 & PAIR, (u32(turned >> 32) | u32(turned)) & PAIR, (w & 0x81808180u) | (w >> 8 & 0x00400040u));
   }
   static __device__ __forceinline__ uint4 eight(const uint4 codes, int block) {
     const uint4 pairs = in_order(codes, block);
     return make_uint4(pairs.x, pairs.z, pairs.y, pairs.w);
   }
   static __device__ __forceinline__ float value(const uint4 codes, int block, int i) {
-    const u32 byte = word_of(codes, block) >> (i / 4 * 8 + i % 2 * 16);
-    return i / 2 % 2 == 0 ? of_code((byte >> 4 & 8) | (byte & 7)) : of_code(byte >> 3 & 15);
+    const u32 pair = word_of(in_order(codes, block), i / 2);
+    return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xffff0000u) * 0x1p126f;
   }
   static __device__ __forceinline__ float of_code(u32 code) { return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * 0x1p126f; }
   static __device__ __forceinline__ float zero(u32) { return 0.f; }

@@ -104,6 +104,11 @@ struct RowsEpilogue {
   int first; // column of `out` of the first row of W
   u32 part;  // units before those of the chosen part
   bool mine; // of a chosen part: whether the result of `row` is asked for
+  static constexpr bool ASKS = S::Weights::CODED;
+  static constexpr int HALVES = S::GATED ? 2 : 1;
+  struct {
+    float2 scale[ASKS ? HALVES : 1], bias[ASKS ? HALVES : 1];
+  } asked;
 
   __device__ __forceinline__ RowsEpilogue(const Context<M>& c, u8* out)
       : row(c.tid() / 4 % M::ROWS), pair(c.tid() % 4), unit_of_batch(c.tid() / S::UNIT_THREADS), factor(1.f), best(NEGATIVE_INFINITY),
@@ -130,11 +135,25 @@ struct RowsEpilogue {
     takes = 0, mine = !takes_part<M>(row);
     DealtShare(S::EACH, e.hi - e.lo, e.j, M::SMS).each_part([&](u32 slot, u32 from, u32 count) {
       begin_slot(slot);
-      for (u32 i = 0; i < count; i += S::BATCH) run<G>(c, e, nullptr, int(e.lo + from + i), min(S::BATCH, int(count - i)));
+      for (u32 i = 0; i < count; i += S::BATCH) run<G>(c, e, nullptr, int(e.lo + from + i), min(S::BATCH, int(count - i)), false);
       return true;
     });
   }
 
+  // Asks for scales and biases of the first batch of `n` units from unit `first` on: they are there when the products are. Plain weights leave no
+  // registers for them.
+  template <class E>
+  __device__ __forceinline__ void ask(const Context<M>& c, const Entry& e, int first, int n) {
+    if constexpr (ASKS) {
+      const int unit = int(part) + first + min(unit_of_batch, n - 1);
+#pragma unroll
+      for (int h = 0; h < HALVES; h++) {
+        const int at = unit * G::UNIT_ROWS + (S::GATED ? h * 4 + pair % 2 * 2 : pair * 2);
+        if constexpr (S::Weights::ROW_SCALES) asked.scale[h] = load_constant_here(reinterpret_cast<const float2*>(c.template constant<float>(e.row_scales) + at));
+        if constexpr (E::BIAS) asked.bias[h] = load_constant_here(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + at));
+      }
+    }
+  }
   // Called after the first barrier of a task.
   __device__ __forceinline__ void load_factor(const Context<M>& c) {
     if constexpr (G::NORM == Norm::RMS) factor = rsqrtf(row_statistic(c, 1, row) * (1.f / G::K) + G::EPS);
@@ -152,20 +171,25 @@ struct RowsEpilogue {
     y.x *= factor, y.y *= factor;
     return y;
   }
+  // Of half `h` of a gated unit, or the only one. `was_asked`: of a batch that `ask` has asked for.
   template <class E>
-  __device__ __forceinline__ void scale_and_bias(const Context<M>& c, const Entry& e, int unit, int col, float2& y) const {
+  __device__ __forceinline__ void scale_and_bias(const Context<M>& c, const Entry& e, int unit, int h, bool was_asked, float2& y) const {
+    const int at = (int(part) + unit) * G::UNIT_ROWS + (S::GATED ? h * 4 : 0) + pair * 2;
+    const auto of = [&](u32 from, float2 value) {
+      return ASKS && was_asked ? value : __ldg(reinterpret_cast<const float2*>(c.template constant<float>(from) + at));
+    };
     if constexpr (S::Weights::ROW_SCALES) {
-      const float2 scale = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.row_scales) + (int(part) + unit) * G::UNIT_ROWS + col));
+      const float2 scale = of(e.row_scales, asked.scale[ASKS ? h : 0]);
       y.x *= scale.x, y.y *= scale.y;
     }
     if constexpr (E::BIAS) {
-      const float2 b = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + (int(part) + unit) * G::UNIT_ROWS + col));
+      const float2 b = of(e.bias, asked.bias[ASKS ? h : 0]);
       y.x += b.x, y.y += b.y;
     }
   }
   // Completes the sums of op E in `sums`: of `n` units from unit `first` on (unit `first - e.lo` of the task).
   template <class E>
-  __device__ __forceinline__ void run(Context<M>& c, const Entry& e, const float* sums, int first, int n) {
+  __device__ __forceinline__ void run(Context<M>& c, const Entry& e, const float* sums, int first, int n, bool was_asked) {
     if (unit_of_batch >= n) return;
     if constexpr (S::CHOSEN)
       if (!mine) return;
@@ -177,8 +201,8 @@ struct RowsEpilogue {
       if (pair >= 2 || col >= E::ROWS / 2) return;
       if (!takes) return clear_pair<COLS>(c, out, row, first_of(col));
       float2 gate = sum(mine, pair * 2), up = sum(mine, 4 + pair * 2);
-      scale_and_bias<E>(c, e, unit, pair * 2, gate);
-      scale_and_bias<E>(c, e, unit, 4 + pair * 2, up);
+      scale_and_bias<E>(c, e, unit, 0, was_asked, gate);
+      scale_and_bias<E>(c, e, unit, 1, was_asked, up);
       if constexpr (E::EPILOGUE == Epilogue::CLAMPED)
         publish_pair<COLS>(c, out, row, first_of(col), clamped<E>(gate.x, up.x), clamped<E>(gate.y, up.y));
       else
@@ -191,7 +215,7 @@ struct RowsEpilogue {
         return;
       }
       float2 y = sum(mine, pair * 2);
-      scale_and_bias<E>(c, e, unit, pair * 2, y);
+      scale_and_bias<E>(c, e, unit, 0, was_asked, y);
       if constexpr (E::EPILOGUE == Epilogue::LOGITS) {
         logits<E>(c, col, y);
       } else if constexpr (E::EPILOGUE == Epilogue::SCORES) {
@@ -543,6 +567,8 @@ struct RowsMatVecTensor {
           }
           v[i + h] = make_uint4(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]), bf16_pair(x[4], x[5]), bf16_pair(x[6], x[7]));
         }
+        // Weights of the norm for all pieces at once would take the registers of a long input.
+        if (!PLAIN && GROUPS == 2 && N > 8 && i / GROUPS % 4 == 3) __syncwarp();
       }
     }
   }
@@ -656,7 +682,7 @@ struct RowsMatVecTensor {
       c.barrier();
       if (first == 0 && batch == 0) epilogue.load_factor(c);
       Ops::with(which, [&](auto op) {
-        epilogue.template run<typename decltype(op)::Type>(c, e, sums, int(e.lo) + first + batch * S::BATCH, here - batch * S::BATCH);
+        epilogue.template run<typename decltype(op)::Type>(c, e, sums, int(e.lo) + first + batch * S::BATCH, here - batch * S::BATCH, batch == 0);
       });
       c.batch ^= 1;
     });
@@ -719,6 +745,7 @@ struct RowsMatVecTensor {
 #pragma unroll 1
     for (int first = 0; first < (ONE_PASS ? 1 : units); first += ONE_PASS ? 1 : x.pass) {
       const int here = ONE_PASS ? units : min(x.pass, units - first);
+      Ops::with(which, [&](auto op) { epilogue.template ask<typename decltype(op)::Type>(c, e, int(e.lo) + first, here); });
       Sums d[TURNS] = {};
       Weights w;
       if constexpr (RESIDENT) {
@@ -911,7 +938,7 @@ struct RowsMatVecLanes {
           if (c.lane() % 4 == 0) sums[(c.warp() * M::ROWS + row) * OPERAND_ROWS + c.lane() / 4] = v;
         }
         c.barrier();
-        epilogue.template run<G>(c, e, sums, int(e.lo) + first + u, 1);
+        epilogue.template run<G>(c, e, sums, int(e.lo) + first + u, 1, false);
         c.batch ^= 1;
       }
     }

@@ -139,6 +139,17 @@ struct RowsHeld : MinimaWords<MINIMA_OF<G> && !Coding<M, G>::SIX ? ceil_div(COLS
     const int at = (col * GROUPS + group) * Weights::SCALE_BYTES;
     return Weights::scale_of(scales[at / 4] >> at % 4 * 8);
   }
+  // Of powers of two (ScaleCode::E8M0) twice the scale: the smallest is then a normal number, whose exponent is an addition away. Packs have none of 2^127.
+  static constexpr bool TWICE = Weights::GROUPED && G::SCALE_CODE == ScaleCode::E8M0;
+  __device__ __forceinline__ float scale_of_sum(int col, int group) const {
+    if constexpr (TWICE) {
+      const int place = col * GROUPS + group, byte = place % 4;
+      const u32 word = scales[place / 4], exponent = byte == 3 ? u32(wide_product(word, 1u << 31) >> 32) : word << (23 - byte * 8);
+      return __uint_as_float((exponent + (1u << 23)) & 0x7f800000u);
+    } else {
+      return scale(col, group);
+    }
+  }
   __device__ __forceinline__ float minimum(int col, int group) const {
     const int at = (col * GROUPS + group) * Weights::SCALE_BYTES;
     return Weights::scale_of(this->minima[at / 4] >> at % 4 * 8);
@@ -195,13 +206,13 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
   static_assert(GROUPS > 1 || AT_ONCE == 2, "of 8 rows two units are one product");
   typedef RowsHeld<M, G, LANE_COLS> Held;
 
-  static constexpr float FACTOR = Operand::FACTOR;
+  static constexpr float FACTOR = Operand::FACTOR * (Held::TWICE ? 0.5f : 1.f);
   static constexpr int OFFSET = Operand::OFFSET + int(Weights::ZERO);
   static constexpr bool SUMS_X = G::ZEROS || Weights::MINIMA || OFFSET != 0;
   // Parts of a block of k whose sums are taken by themselves: groups, or, where there are none, the block.
   static constexpr int RUNS = Weights::GROUPED ? WARP_GRANULES * Weights::GROUPS : 1, RUN_BLOCKS = WARP_GRANULES * BLOCKS / RUNS;
-  // A product waits for the one before it on the same sums, so two sets alternate if there is only one product at a time.
-  static constexpr int SETS = GROUPS == 1 || AT_ONCE == 1 ? 2 : 1;
+  // A product waits for the one before it on the same sums, so two sets alternate if there is only one product at a time, unless other runs come between.
+  static constexpr int SETS = (GROUPS == 1 || AT_ONCE == 1) && RUN_BLOCKS > 1 ? 2 : 1;
 
   // For each run, what is subtracted from its sums; or, if zero points are stored, the sum of x to multiply them by.
   struct Input {
@@ -244,71 +255,105 @@ struct RowsCodes<M, G, S, PIECES, AT_ONCE, decltype(int(G::CODE))> {
     }
   }
 
-  // Multiplies the next chunks, of `AT_ONCE` units or of a lone one that stands for both, with a block of x.
-  static __device__ __forceinline__ void multiply(Context<M>& c, int block, bool lone, const uint4 (&x)[PIECES], const Input& input,
-                                                  float (&d)[AT_ONCE][1][LANE_SUMS]) {
+  typedef float Sums[AT_ONCE][1][LANE_SUMS];
+  // Sums of a run, in sets.
+  typedef float RunSums[SETS][AT_ONCE][LANE_SUMS];
+
+  // Multiplies the next chunks, of `AT_ONCE` units or of a lone one that stands for both, with a block of x. A granule is read while the one
+  // before it is multiplied: all of them at once would take the registers of x.
+  static __device__ __forceinline__ void multiply(Context<M>& c, int block, bool lone, const uint4 (&x)[PIECES], const Input& input, Sums& d) {
     RowsChunks<M, AT_ONCE> chunks(c, lone);
-    Held w[AT_ONCE][WARP_GRANULES];
-    const int row = GROUPS == 1 ? c.lane() / 4 : c.lane() % 4 * 2;
+    Held w[2][AT_ONCE];
+    RunSums all = {};
+    if constexpr (!Weights::GROUPED) begin(d, input, all);
+    read(c, chunks, block, 0, w[0]);
 #pragma unroll
-    for (int j = 0; j < WARP_GRANULES; j++)
+    for (int j = 0; j < WARP_GRANULES; j++) {
+      if (j + 1 < WARP_GRANULES) read(c, chunks, block, j + 1, w[(j + 1) % 2]);
+      if (j == (WARP_GRANULES > 1 ? WARP_GRANULES - 2 : 0)) chunks.release(c);
+      if constexpr (Weights::GROUPED)
+        multiply_groups(c, j, x, input, w[j % 2], d);
+      else
+        multiply_blocks<BLOCKS>(j * BLOCKS, x, w[j % 2], all);
+    }
+    if constexpr (!Weights::GROUPED)
 #pragma unroll
       for (int u = 0; u < AT_ONCE; u++)
-        if (S::exists(c, block, j)) w[u][j].read(chunks.slot[u] + S::in_block(c, j) * Weights::BYTES, c.lane(), row);
-    chunks.release(c);
+#pragma unroll
+        for (int k = 0; k < LANE_SUMS; k++) d[u][0][k] = total(all, u, k);
+  }
+  static __device__ __forceinline__ float total(const RunSums& y, int unit, int k) { return SETS == 2 ? y[0][unit][k] + y[1][unit][k] : y[0][unit][k]; }
+  static __device__ __forceinline__ void begin(const Sums& d, const Input& input, RunSums& y) {
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; u++)
+#pragma unroll
+      for (int k = 0; k < LANE_SUMS; k++) y[0][u][k] = SUMS_X ? d[u][0][k] - input.taken[0][row_of(k)] : d[u][0][k];
+  }
+  template <class C>
+  static __device__ __forceinline__ void read(const Context<M>& c, const C& chunks, int block, int j, Held (&w)[AT_ONCE]) {
+    const int row = GROUPS == 1 ? c.lane() / 4 : c.lane() % 4 * 2;
+    // For a granule that does not exist any other one stands, because its input is zeros.
+    const int at = S::exists(c, block, j) ? S::in_block(c, j) : 0;
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; u++) w[u].read(chunks.slot[u] + at * Weights::BYTES, c.lane(), row);
+  }
+  // N blocks of 32 of k, from block `first` of x on.
+  template <int N>
+  static __device__ __forceinline__ void multiply_blocks(int first, const uint4 (&x)[PIECES], const Held (&w)[AT_ONCE], RunSums& y) {
+#pragma unroll
+    for (int i = first; i < first + N; i++) {
+      uint4 v[AT_ONCE];
+#pragma unroll
+      for (int u = 0; u < AT_ONCE; u++) v[u] = Operand::eight(w[u].codes, i % BLOCKS);
+      if constexpr (GROUPS == 1) {
+        product_of_units(y[0][0], y[0][1], v[0].x, v[1].x, v[0].y, v[1].y, x[i].x, x[i].y);
+        product_of_units(y[SETS - 1][0], y[SETS - 1][1], v[0].z, v[1].z, v[0].w, v[1].w, x[i].z, x[i].w);
+      } else {
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) product_of_tile(y[0][u], x[i * GROUPS], v[u].x, v[u].y);
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) product_of_tile(y[SETS - 1][u], x[i * GROUPS + 1], v[u].z, v[u].w);
+      }
+    }
+  }
+  // The groups of a granule, whose sums have scales of their own.
+  static __device__ __forceinline__ void multiply_groups(const Context<M>& c, int granule, const uint4 (&x)[PIECES], const Input& input, const Held (&w)[AT_ONCE],
+                                                         Sums& d) {
     // Of six bits: sums of a granule without the factors of its rows.
     float2 parts[AT_ONCE][LANE_SUMS] = {};
 #pragma unroll
-    for (int r = 0; r < RUNS; r++) {
-      const int granule = r / Weights::GROUPS, group = r % Weights::GROUPS;
-      float y[SETS][AT_ONCE][LANE_SUMS] = {};
+    for (int group = 0; group < Weights::GROUPS; group++) {
+      const int r = granule * Weights::GROUPS + group;
+      RunSums y = {};
 #pragma unroll
       for (int u = 0; u < AT_ONCE; u++)
 #pragma unroll
         for (int k = 0; k < LANE_SUMS; k++) {
-          if constexpr (!Weights::GROUPED) y[0][u][k] = d[u][0][k];
           if constexpr (Weights::MINIMA)
             y[0][u][k] = OFFSET == 0 ? 0.f : -float(OFFSET) * input.taken[r][row_of(k)];
           else if constexpr (G::ZEROS)
-            y[0][u][k] = -(float(OFFSET - int(Weights::Codes::ZERO)) + w[u][granule].zero(col_of(k), group)) * input.taken[r][row_of(k)];
+            y[0][u][k] = -(float(OFFSET - int(Weights::Codes::ZERO)) + w[u].zero(col_of(k), group)) * input.taken[r][row_of(k)];
           else if constexpr (SUMS_X)
             y[0][u][k] -= input.taken[r][row_of(k)];
         }
-#pragma unroll
-      for (int i = r * RUN_BLOCKS; i < (r + 1) * RUN_BLOCKS; i++) {
-        uint4 v[AT_ONCE];
-#pragma unroll
-        for (int u = 0; u < AT_ONCE; u++) v[u] = Operand::eight(w[u][i / BLOCKS].codes, i % BLOCKS);
-        if constexpr (GROUPS == 1) {
-          product_of_units(y[0][0], y[0][1], v[0].x, v[1].x, v[0].y, v[1].y, x[i].x, x[i].y);
-          product_of_units(y[1][0], y[1][1], v[0].z, v[1].z, v[0].w, v[1].w, x[i].z, x[i].w);
-        } else {
-#pragma unroll
-          for (int u = 0; u < AT_ONCE; u++) product_of_tile(y[0][u], x[i * GROUPS], v[u].x, v[u].y);
-#pragma unroll
-          for (int u = 0; u < AT_ONCE; u++) product_of_tile(y[SETS - 1][u], x[i * GROUPS + 1], v[u].z, v[u].w);
-        }
-      }
+      multiply_blocks<RUN_BLOCKS>(r * RUN_BLOCKS, x, w, y);
 #pragma unroll
       for (int u = 0; u < AT_ONCE; u++)
 #pragma unroll
         for (int k = 0; k < LANE_SUMS; k++) {
-          const float sum = SETS == 2 ? y[0][u][k] + y[1][u][k] : y[0][u][k];
+          const float sum = total(y, u, k);
           if constexpr (Weights::SIX) {
-            const float2 of = w[u][granule].six(c.lane(), col_of(k), group);
+            const float2 own = w[u].six(c.lane(), col_of(k), group);
             float2& part = parts[u][k];
-            part.x += of.x * sum, part.y += of.y * input.taken[r][row_of(k)];
+            part.x += own.x * sum, part.y += own.y * input.taken[r][row_of(k)];
             if (group == Weights::GROUPS - 1) {
-              const float2 factors = w[u][granule].factors(col_of(k));
+              const float2 factors = w[u].factors(col_of(k));
               d[u][0][k] += factors.x * part.x, d[u][0][k] += factors.y * part.y;
-              part = make_float2(0.f, 0.f);
             }
-          } else if constexpr (Weights::GROUPED) {
-            d[u][0][k] += w[u][granule].scale(col_of(k), group) * sum;
           } else {
-            d[u][0][k] = sum;
+            d[u][0][k] += w[u].scale_of_sum(col_of(k), group) * sum;
           }
-          if constexpr (Weights::MINIMA && !Weights::SIX) d[u][0][k] += w[u][granule].minimum(col_of(k), group) * input.taken[r][row_of(k)];
+          if constexpr (Weights::MINIMA && !Weights::SIX) d[u][0][k] += w[u].minimum(col_of(k), group) * input.taken[r][row_of(k)];
         }
     }
   }

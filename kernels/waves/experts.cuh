@@ -382,7 +382,7 @@ struct WaveFill : WavePlacePieces<M, G> {
 // W            EXPERTS matrices of UNITS units, one after another, through the ring of weights
 // out          GATED, CLAMPED: 4 columns for each unit; ACT: one for each row of W; like x. STORE: (places, ROWS) bf16
 //
-// owner    of a tile and a part of the units: block n modulo SMS has item n. The tiles of an expert follow one another within a part, so blocks read the same
+// owner    of a tile and a part of the units: in each round of SMS items each block has one. The tiles of an expert follow one another within a part, so blocks read the same
 //          weights at the same time
 // assumes  the first warp of each loader has met before it reads the groups
 //
@@ -394,11 +394,12 @@ struct WaveExperts {
   static constexpr int UNIT_GRANULES = ceil_div(G::K, GRANULE_K), UNITS = ceil_div(G::ROWS, G::UNIT_ROWS);
   static constexpr u32 UNIT_BYTES = UNIT_GRANULES * GRANULE;
   typedef OperandPlace<G::K, G::TILE, true> X;
+  // Places that are multiplied of a tile with few rows. The last tile of an expert has any number of them, and one of a step most often few.
+  static constexpr int FEW = G::TILE / 4, SOME = G::TILE / 2;
   // Granules and spans of a chunk.
   static constexpr int CHUNK = G::CHUNK, SPANS = CHUNK * GRANULE_SPANS;
   static constexpr u32 INPUT_BYTES = SPANS * G::TILE * 64;
   static constexpr int PASS = G::PASS, PARTS = ceil_div(UNITS, PASS), TILE_UNITS = 16, TILES = ceil_div(PASS, TILE_UNITS), UNIT_PITCH = CHUNK * GRANULE;
-  static constexpr int SUMS = G::TILE / 2; // of a lane, of 16 units
   static constexpr bool GATED = G::EPILOGUE == Epilogue::GATED || G::EPILOGUE == Epilogue::CLAMPED;
   static_assert(G::UNIT_ROWS == OPERAND_ROWS && M::WARPS == 8, "two warpgroups, and units of eight rows");
   static_assert(Codes::CODED ? CHUNK == 1 : SPANS == 2, "a chunk is a granule of codes, or 64 of k");
@@ -425,6 +426,11 @@ struct WaveExperts {
     return make_uint4(uniform(v.x), uniform(v.y), uniform(v.z), uniform(v.w));
   }
 
+  static __device__ __forceinline__ int places_multiplied(const Item& item) { return item.rows <= FEW ? FEW : item.rows <= SOME ? SOME : G::TILE; }
+  // The item of a block in a round. Blocks change places from round to round: tiles with many rows and with few follow each other, and a block would have those
+  // of one kind.
+  static __device__ __forceinline__ u32 item_of(u32 round) { return round * M::SMS + (blockIdx.x + round) % M::SMS; }
+
   // ---- the loader ----------------------------------------------------------------------------------------------------
   // Which weights they are is known once all blocks have met.
   template <class R>
@@ -434,7 +440,8 @@ struct WaveExperts {
     const u32 count = uniform(all[0].x) * PARTS;
     if (R::FIRST != 0 && G::BOXED && l.part == 0 && l.lane == 0 && l.step == 0) l.see_box(e.boxes), l.see_box(e.boxes + 1);
 #pragma unroll 1
-    for (u32 n = blockIdx.x; n < count; n += M::SMS) {
+    for (u32 round = 0; item_of(round) < count; round++) {
+      const u32 n = item_of(round);
       const Item item(n, group(all, n / PARTS));
       if constexpr (R::FIRST == 0)
         load_input(l, e, item);
@@ -445,12 +452,14 @@ struct WaveExperts {
   template <class L>
   static __device__ __forceinline__ void load_input(L& l, const Wave& e, const Item& item) {
     const u8* x = l.p.work + u64(e.x) * OFFSET_BYTES + X::block(item.tile, 0);
+    const u32 bytes = u32(places_multiplied(item)) * 64;
 #pragma unroll 1
     for (int at = 0; at < UNIT_CHUNKS; at += TOGETHER, l.at.next()) {
-      const u32 bytes = u32(min(TOGETHER, UNIT_CHUNKS - at)) * INPUT_BYTES;
+      const u32 spans = u32(min(TOGETHER, UNIT_CHUNKS - at)) * SPANS;
       u8* slot = l.free_slot();
-      if (l.lane == 0) l.copy(slot, x + u32(at) * INPUT_BYTES, bytes);
-      l.arrive(bytes);
+      // The places that are multiplied, of each span.
+      for (u32 span = l.lane; span < spans; span += 32) l.copy(slot + span * X::SPAN_BYTES, x + u32(at) * INPUT_BYTES + span * X::SPAN_BYTES, bytes);
+      l.arrive(spans * bytes);
     }
   }
   template <class L>
@@ -478,16 +487,27 @@ struct WaveExperts {
     const uint4* const all = groups(c.p, e);
     const u32 count = uniform(all[0].x) * PARTS;
     if (blockIdx.x >= count) return;
-    uint4 next = group(all, blockIdx.x / PARTS);
+    uint4 next = group(all, item_of(0) / PARTS);
 #pragma unroll 1
-    for (u32 n = blockIdx.x; n < count; n += M::SMS) {
-      const Item item(n, next);
-      if (n + M::SMS < count) next = group(all, (n + M::SMS) / PARTS);
-      if constexpr (Codes::CODED)
-        pass_codes(c, e, item);
+    for (u32 round = 0; item_of(round) < count; round++) {
+      const Item item(item_of(round), next);
+      const u32 after = item_of(round + 1);
+      if (after < count) next = group(all, after / PARTS);
+      const int places = places_multiplied(item);
+      if (places == FEW)
+        pass<FEW>(c, e, item);
+      else if (places == SOME)
+        pass<SOME>(c, e, item);
       else
-        pass(c, e, item);
+        pass<G::TILE>(c, e, item);
     }
+  }
+  template <int PLACES>
+  static __device__ __forceinline__ void pass(WaveContext<M>& c, const Wave& e, const Item& item) {
+    if constexpr (Codes::CODED)
+      pass_codes<PLACES>(c, e, item);
+    else
+      pass_plain<PLACES>(c, e, item);
   }
   static __device__ __forceinline__ void load_tile(const u8* w, int span, int tile, bool exists, const WaveContext<M>& c, uint4 (&a)[2]) {
 #pragma unroll
@@ -497,12 +517,12 @@ struct WaveExperts {
       if (!exists) a[i] = make_uint4(0, 0, 0, 0);
     }
   }
-  template <bool FIRST = false>
-  static __device__ __forceinline__ void multiply(const u8* x, const uint4 (&a)[2], float (&d)[SUMS]) {
+  template <int PLACES, bool FIRST = false>
+  static __device__ __forceinline__ void multiply(const u8* x, const uint4 (&a)[2], float (&d)[PLACES / 2]) {
     const u64 first = WarpgroupOperand::at(x), second = WarpgroupOperand::next(first, 2 * WarpgroupOperand::CORE_BYTES);
     warpgroup_begin();
-    warpgroup_product<G::TILE, FIRST>(d, a[0].x, a[1].x, a[0].y, a[1].y, first);
-    warpgroup_product<G::TILE>(d, a[0].z, a[1].z, a[0].w, a[1].w, second);
+    warpgroup_product<PLACES, FIRST>(d, a[0].x, a[1].x, a[0].y, a[1].y, first);
+    warpgroup_product<PLACES>(d, a[0].z, a[1].z, a[0].w, a[1].w, second);
     warpgroup_commit();
   }
   // Chunk `at` of an item is next: waits for it.
@@ -518,8 +538,9 @@ struct WaveExperts {
       wave_release(c, c.weights);
   }
   // Words are loaded two products ahead, so that one product always waits while another runs. A chunk is left when the products of the next one have begun.
-  static __device__ __forceinline__ void pass(WaveContext<M>& c, const Wave& e, const Item& item) {
-    float d[TILES][SUMS] = {};
+  template <int PLACES>
+  static __device__ __forceinline__ void pass_plain(WaveContext<M>& c, const Wave& e, const Item& item) {
+    float d[TILES][PLACES / 2] = {};
     constexpr int AHEAD = 2, PRODUCTS = 2 * TILES, BUFFERS = PRODUCTS % 3 ? 4 : 3, CHUNKS = PRODUCTS % BUFFERS ? 2 : 1;
     uint4 a[BUFFERS][2];
     int left = UNIT_GRANULES, now = 0; // granules, and the chunk that is multiplied
@@ -535,7 +556,7 @@ struct WaveExperts {
       for (int i = 0; i < CHUNKS * PRODUCTS; i++) {
         constexpr int LAST = PRODUCTS - 1;
         const int at_chunk = i % PRODUCTS, ahead = (at_chunk + AHEAD) % PRODUCTS;
-        multiply(x + at_chunk / TILES * X::SPAN_BYTES, a[i % BUFFERS], d[at_chunk % TILES]);
+        multiply<PLACES>(x + at_chunk / TILES * X::SPAN_BYTES, a[i % BUFFERS], d[at_chunk % TILES]);
         warpgroup_await<1>();
         if (at_chunk == 0 && now > 0) leave(c, now - 1);
         const bool of_next = at_chunk + AHEAD >= PRODUCTS;
@@ -558,14 +579,17 @@ struct WaveExperts {
     } while (left > 0);
     warpgroup_await<0>();
     leave(c, UNIT_CHUNKS - 1);
-    finish(c, e, item, d);
+    finish<PLACES>(c, e, item, d);
   }
   // The same for codes, as `pass_wide_codes` of matmul.cuh.
+  template <int PLACES>
   static __device__ __forceinline__ void pass_codes(WaveContext<M>& c, const Wave& e, const Item& item) {
     constexpr bool GROUPED = Codes::GROUPED;
-    constexpr int RUNS = GROUPED ? Codes::GROUPS : 1, RUN_SPANS = GRANULE_SPANS / RUNS;
+    constexpr int SUMS = PLACES / 2, RUNS = GROUPED ? Codes::GROUPS : 1, RUN_SPANS = GRANULE_SPANS / RUNS;
+    // Sums of groups: while those of one are scaled, the products of the next one run, if there is room for both.
+    constexpr int SETS = !GROUPED ? 0 : RUNS % 2 == 0 && SUMS <= 16 ? 2 : 1;
     const int lane = c.lane();
-    float d[TILES][SUMS] = {}, own[GROUPED ? SUMS : 1] = {};
+    float d[TILES][SUMS] = {}, own[SETS > 0 ? SETS : 1][GROUPED ? SUMS : 1] = {};
     uint4 a[2][2];
 #pragma unroll 1
     for (int at = 0; at < UNIT_CHUNKS; at++) {
@@ -576,6 +600,12 @@ struct WaveExperts {
         typename Codes::WideHeld held[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) held[i].read(w + (n * TILE_UNITS + c.warp() * 2 + i) * UNIT_PITCH, lane, lane / 4);
+        const auto scale = [&](int run) {
+          auto& sums = own[run % (SETS > 0 ? SETS : 1)];
+          warpgroup_done(sums);
+#pragma unroll
+          for (int k = 0; k < SUMS; k++) d[n][k] += held[k / 2 % 2].scale(0, run) * sums[k];
+        };
 #pragma unroll
         for (int run = 0; run < RUNS; run++) {
           u32 zeros[2];
@@ -588,19 +618,24 @@ struct WaveExperts {
 #pragma unroll
             for (int i = 0; i < 2; i++) now[i] = Codes::Wide::template eight<G::ZEROS>(held[i].codes, span, zeros[i]);
             if constexpr (!GROUPED)
-              multiply(x + span * X::SPAN_BYTES, now, d[n]);
+              multiply<PLACES>(x + span * X::SPAN_BYTES, now, d[n]);
             else if (s == 0)
-              multiply<true>(x + span * X::SPAN_BYTES, now, own);
+              multiply<PLACES, true>(x + span * X::SPAN_BYTES, now, own[run % SETS]);
             else
-              multiply(x + span * X::SPAN_BYTES, now, own);
+              multiply<PLACES>(x + span * X::SPAN_BYTES, now, own[run % SETS]);
             warpgroup_await<1>();
+            if (SETS == 2 && s == 0 && run > 0) scale(run - 1);
           }
-          if constexpr (GROUPED) {
+          if constexpr (SETS == 1) {
             warpgroup_await<0>();
             if (n == TILES - 1 && run == RUNS - 1) leave(c, at);
-#pragma unroll
-            for (int k = 0; k < SUMS; k++) d[n][k] += held[k / 2 % 2].scale(0, run) * own[k];
+            scale(run);
           }
+        }
+        if constexpr (SETS == 2) {
+          warpgroup_await<0>();
+          if (n == TILES - 1) leave(c, at);
+          scale(RUNS - 1);
         }
       }
       if constexpr (!GROUPED) {
@@ -608,9 +643,10 @@ struct WaveExperts {
         leave(c, at);
       }
     }
-    finish(c, e, item, d);
+    finish<PLACES>(c, e, item, d);
   }
-  static __device__ __forceinline__ void finish(const WaveContext<M>& c, const Wave& e, const Item& item, const float (&d)[TILES][SUMS]) {
+  template <int PLACES>
+  static __device__ __forceinline__ void finish(const WaveContext<M>& c, const Wave& e, const Item& item, const float (&d)[TILES][PLACES / 2]) {
     constexpr int COLS = GATED ? G::ROWS / 2 : G::ROWS;
     static_assert(COLS % 2 == 0, "columns are stored in pairs");
     typedef OperandPlace<COLS, G::TILE, true> Out;
@@ -630,7 +666,7 @@ struct WaveExperts {
         const u32 col = (item.own + unit) * (GATED ? 4 : G::UNIT_ROWS) + u32(t * 2);
         const bool stores = col < u32(COLS) && (!GATED || t < 2);
 #pragma unroll
-        for (int j = 0; j < G::TILE / 8; j++) {
+        for (int j = 0; j < PLACES / 8; j++) {
           const u32 row = u32(j * 8 + lane / 4);
           float2 y = transposed(d[n][4 * j + 2 * i], d[n][4 * j + 2 * i + 1]);
           if constexpr (Codes::ROW_SCALES) y.x *= scale.x, y.y *= scale.y;

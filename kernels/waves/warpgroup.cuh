@@ -62,12 +62,22 @@ __device__ __forceinline__ void warpgroup_await() {
 #endif
 }
 
+// Sums whose products are done: what reads them stays behind the wait that says so.
+template <int N>
+__device__ __forceinline__ void warpgroup_done(float (&sums)[N]) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(sums[i])::"memory");
+#endif
+}
+
 #define MONOBLOC_SUMS4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define MONOBLOC_SUMS8(i) MONOBLOC_SUMS4(i), MONOBLOC_SUMS4(i + 4)
 #define MONOBLOC_SUMS16(i) MONOBLOC_SUMS4(i), MONOBLOC_SUMS4(i + 4), MONOBLOC_SUMS4(i + 8), MONOBLOC_SUMS4(i + 12)
 // FIRST: sums begin at the product, whatever they were before.
 template <int N, bool FIRST = false>
 __device__ __forceinline__ void warpgroup_product(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-  static_assert(N == 32 || N == 64 || N == 128, "columns that there is an instruction for");
+  static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 128, "columns that there is an instruction for");
 #ifndef __CUDA_ARCH__
   for (float& sum : d) sum = FIRST ? 0.f : sum;
   emulated_warpgroup_product<N>(d, a0, a1, a2, a3, smem + b, WarpgroupOperand::CORE_BYTES, WarpgroupOperand::COLUMNS_BYTES); // tests of ops on a CPU
@@ -79,6 +89,14 @@ __device__ __forceinline__ void warpgroup_product(float (&d)[N / 2], u32 a0, u32
         "%59,%60,%61,%62,%63},{%64,%65,%66,%67},%68,%69,1,1,0;"
         : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16), MONOBLOC_SUMS16(32), MONOBLOC_SUMS16(48)
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(FIRST ? 0 : 1));
+  else if constexpr (N == 8)
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0,%1,%2,%3},{%4,%5,%6,%7},%8,%9,1,1,0;"
+                 : MONOBLOC_SUMS4(0)
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(FIRST ? 0 : 1));
+  else if constexpr (N == 16)
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7},{%8,%9,%10,%11},%12,%13,1,1,0;"
+                 : MONOBLOC_SUMS8(0)
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(FIRST ? 0 : 1));
   else if constexpr (N == 32)
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},{%16,%17,%18,%19},%20,%21,1,1,0;"
@@ -137,6 +155,7 @@ __device__ __forceinline__ void warpgroup_product(float (&d)[N / 2], u64 a, u64 
 #endif
 }
 #undef MONOBLOC_SUMS16
+#undef MONOBLOC_SUMS8
 #undef MONOBLOC_SUMS4
 
 // The transpose of 8 x 8 values, of which a lane has columns l % 4 * 2 and the next of row l / 4, before and after: as halves of 16 bits.

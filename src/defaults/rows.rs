@@ -5,14 +5,15 @@ use crate::candidate::{Candidate, Infeasible};
 use crate::dtype::Precision;
 use crate::format::Format;
 use crate::ir::layout::{
-    BLOCK_VALUES, GRANULE_BYTES, RING_SLOTS_MAX, WARP_ROWS, WORD_ROWS, cache_row_bytes, chunk_rows,
+    BLOCK_VALUES, BlockLimits, GRANULE_BYTES, RING_SLOTS_MAX, WARP_ROWS, WHOLE_SLOT_BYTES, WORD_ROWS, cache_row_bytes,
+    chunk_rows,
 };
 use crate::ir::op::{HISTORY_ALIGN, UNIT_ROWS};
 use crate::ir::schedule::Schedule;
-use crate::ir::variant::{REDUCE_BATCH, rows_on_tensor_cores};
+use crate::ir::variant::{REDUCE_BATCH, lanes_of_rows, rows_on_tensor_cores};
 use crate::lower::{Batch, format_of, heads_per_task_most, lower_batch};
 use crate::model::graph::{Attention, Layer, Linear, ModelGraph};
-use crate::schedule::{chunk_copiers, schedule};
+use crate::schedule::{chunk_copiers, registers_move, schedule};
 use crate::target::{DotMechanism, Target, TargetKind};
 
 /// Most rows of the kernel that reads prompts, and positions of a prompt chunk: 64 are not faster (docs/perf-log.md, entry 21).
@@ -86,9 +87,9 @@ impl Flight {
             |linear: &Linear| u64::from(linear.rows) * u64::from(linear.cols) * precision.weights.bytes() as u64;
         let longest = graph.layers.iter().map(|layer| layer.linears().map(bytes).sum::<u64>()).max().unwrap_or(0);
         let is_long = longest / u64::from(sms.max(1)) >= LONG_LAYER_BYTES;
-        match rows <= WARP_ROWS && is_plain(graph, precision) {
+        match rows <= WARP_ROWS {
             true if graph.has_experts() => FLIGHT_OF_EXPERTS,
-            true if is_long => FLIGHT_OF_LONG_LAYERS,
+            true if is_long && is_plain(graph, precision) => FLIGHT_OF_LONG_LAYERS,
             _ => FLIGHT,
         }
     }
@@ -122,6 +123,17 @@ impl Slots {
             };
             return Slots { chunk: bytes[0], bytes, all: SLOT_BYTES.to_vec(), is_plain: true };
         };
+        // Bytes of the longest whole unit that a warp holds the input of.
+        let whole = |rows: u32| {
+            let (slot_bytes, moved) = (*WHOLE_SLOT_BYTES.end(), registers_move(target, warps));
+            let lanes = lanes_of_rows(precision, target.spec.dot == DotMechanism::Mma);
+            let limits = BlockLimits { rows, lanes, slot_bytes, warps, moved };
+            let bytes = |&(format, k): &(Format, u32)| {
+                let granules = k.div_ceil(format.granule_k());
+                limits.holds_whole(format, granules).then(|| granules * format.granule_bytes())
+            };
+            coded.iter().filter_map(bytes).filter(|bytes| *bytes <= slot_bytes).max().unwrap_or(0)
+        };
         let most = |rows: u32| coded.iter().map(|&(format, k)| granules(format, k, rows)).max().unwrap_or(1);
         // A power of two of codes, and their scales: pages become powers of two, which divide the usual contexts.
         let codes = (most(WORD_ROWS) * GRANULE_BYTES).next_power_of_two();
@@ -130,8 +142,13 @@ impl Slots {
             let block = (codes / part / GRANULE_BYTES * granule).max(GRANULE_BYTES * warps);
             block.next_multiple_of(GRANULE_BYTES)
         };
-        let bytes = [1, 2, 4].map(bytes).to_vec();
-        Slots { all: bytes.clone(), bytes, chunk: most(rows.next_multiple_of(WORD_ROWS)) * granule, is_plain: false }
+        let parts = [1, 2, 4].map(bytes);
+        // Slots that hold them, where those of blocks do not.
+        let wide = |rows: u32| Some(whole(rows).next_multiple_of(GRANULE_BYTES)).filter(|bytes| *bytes > parts[0]);
+        let all = [WORD_ROWS, WARP_ROWS].into_iter().filter_map(wide).chain(parts).collect();
+        let rows = rows.next_multiple_of(WORD_ROWS);
+        let bytes = wide(rows).into_iter().chain(parts).collect();
+        Slots { all, bytes, chunk: whole(rows).max(most(rows) * granule), is_plain: false }
     }
 
     /// How many of these chunks are as many bytes as `n` chunks of 16 KiB.
@@ -322,7 +339,14 @@ impl Model<'_> {
                 most: slots.slots(RING_SLOTS).min(RING_SLOTS_MAX),
                 least: slots_min,
                 // Threads that copy chunks in turn own slots.
-                multiple: chunk_copiers(target, base.consumer_warps, room.rows, has_codes, graph.has_experts()),
+                multiple: chunk_copiers(
+                    target,
+                    base.consumer_warps,
+                    room.rows,
+                    slot_bytes,
+                    has_codes,
+                    graph.has_experts(),
+                ),
             };
             let placed = ring.most_that_fit(|ring_slots| {
                 let candidate = candidate(base, graph, &slots, &flight, slot_bytes, ring_slots);

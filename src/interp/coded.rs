@@ -108,7 +108,11 @@ impl<R: Real> Values<R> {
 
     /// Adds the values of a row of a granule in the order of k.
     fn read(&self, codes: &[u8], out: &mut Vec<R>) {
-        let value = |&(byte, shift): &(usize, u32)| self.values[usize::from(self.code.loaded(codes[byte], shift))];
+        let mut gathered = [0; CODE_ROW_BYTES as usize];
+        for (to, word) in gathered.as_chunks_mut::<4>().0.iter_mut().zip(codes.as_chunks::<4>().0) {
+            *to = self.code.gathered(u32::from_le_bytes(*word)).to_le_bytes();
+        }
+        let value = |&(byte, shift): &(usize, u32)| self.values[usize::from(self.code.loaded(gathered[byte], shift))];
         out.extend(self.places.iter().map(value));
     }
 }

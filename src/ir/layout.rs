@@ -8,7 +8,7 @@ use super::program::{Buffer, Home, Program, Rows, Space};
 use super::schedule::{Run, Schedule, SmemKind, SmemPart, Source};
 use crate::dtype::{DType, Precision};
 use crate::format::{CODE_BYTES, CODE_ROW_BYTES, Format};
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 /// Bytes of one granule without scales: 8 rows of 64 bytes, one 16-byte load for each lane of a warp. In a unit of `r` rows, row
 /// `p r + i` of a granule is part `p` of row `i`: the parts of 64 bytes follow each other.
@@ -277,6 +277,23 @@ pub struct BlockLimits {
     pub lanes: Option<u32>,
     pub slot_bytes: u32,
     pub warps: u32,
+    /// Whether the loader's registers are moved to the consumers.
+    pub moved: bool,
+}
+
+impl BlockLimits {
+    /// Whether a warp can hold its input of whole units of `granules` granules of codes of 4 bits, and no other block. Then each norm is computed once, and each
+    /// chunk is waited for once.
+    pub fn holds_whole(&self, format: Format, granules: u32) -> bool {
+        if self.lanes.is_some() || format.code.bits() != 4 || self.rows > WARP_ROWS || !self.moved {
+            return false;
+        }
+        let eights = self.rows.div_ceil(WORD_ROWS).max(1);
+        let granules = granules.div_ceil(k_groups(self.rows, self.warps));
+        let input = granules * format.granule_k() / 32 * 4 * eights;
+        let sums = if format.takes_sums() { granules * format.granule_groups().max(1) * SUM_REGISTERS } else { 0 };
+        input + sums <= WHOLE_REGISTERS[eights as usize - 1]
+    }
 }
 
 impl MatVec {
@@ -284,12 +301,13 @@ impl MatVec {
     /// are equal. If there are enough granules, a block gives every group of warps along k the same number; blocks of plain weights on
     /// tensor cores are as few as possible before that, because each has a wait for its input and one for its chunk.
     pub fn block_of_k(&self, format: Format, limits: BlockLimits) -> u32 {
-        let BlockLimits { rows, lanes, slot_bytes, warps } = limits;
+        let BlockLimits { rows, lanes, slot_bytes, warps, .. } = limits;
         let (unit, groups) = (self.granules(format).max(1), k_groups(rows, warps));
         let few = lanes.is_none() && format.is_plain() && rows <= WARP_ROWS;
         let held = match lanes {
             _ if few => BLOCK_PIECES / self.parts() / rows.div_ceil(WORD_ROWS).max(1) * groups,
             _ if format.is_plain() => BLOCK_GRANULES / rows.div_ceil(WARP_ROWS).max(1) / self.parts(),
+            None if limits.holds_whole(format, unit) => unit,
             None => BLOCK_VALUES / rows.next_multiple_of(WORD_ROWS) / format.granule_k(),
             // As much of k as a slot would hold of plain weights.
             Some(bytes) => slot_bytes / (UNIT_ROWS * bytes) / format.granule_k(),
@@ -314,6 +332,13 @@ const BLOCK_PIECES: u32 = 10;
 const BLOCK_GRANULES: u32 = 32;
 /// Most input values of all rows in a block of k of codes: 32 registers of each lane of 8 warps.
 pub const BLOCK_VALUES: u32 = 16 << 10;
+/// Most registers of a lane for the input of whole units of codes, and its sums, of up to 8 and 16 rows. More would spill, as compiled for sm_90a.
+const WHOLE_REGISTERS: [u32; 2] = [80, 104];
+/// How many of these sums of the input of a group take: with 3, kernels of 16 rows in int4:32 spill.
+const SUM_REGISTERS: u32 = 6;
+/// Bytes of slots that hold whole units of codes of 4 bits and no more. Two threads copy chunks so long fast enough, and others have fewer slots. Longer ones, of 4096
+/// columns, leave a ring too few of them: steps of 8 rows of Llama-3.1-8B take 1.03 times as long (docs/perf/batch.md, entry 63).
+pub const WHOLE_SLOT_BYTES: RangeInclusive<u32> = 12 << 10..=14 << 10;
 
 /// Cache rows of a chunk: as many tiles of the history as a slot holds.
 pub fn chunk_rows(slot_bytes: u32, row_bytes: u32) -> u32 {

@@ -289,6 +289,8 @@ pub struct PassLimits {
 pub fn rows_pass_max(format: Format, precision: Precision, limits: PassLimits) -> u32 {
     /// Granules of a block that leave registers for 12 units of 16 rows.
     const BLOCK: u32 = 32;
+    /// Granules of codes of a block that leave registers for 10.
+    const CODES: u32 = 16;
     let PassLimits { tensor_cores, parts, rows, units, block, moved } = limits;
     if !rows_on_tensor_cores(precision, tensor_cores) {
         return 2;
@@ -302,6 +304,7 @@ pub fn rows_pass_max(format: Format, precision: Precision, limits: PassLimits) -
         (true, false, false) => 8,
         (false, true, true) => 8,
         (false, true, false) => 4,
+        (false, false, true) if block > CODES => 8,
         (false, false, true) => 10,
         (false, false, false) => 4,
     };

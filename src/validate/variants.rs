@@ -152,7 +152,9 @@ fn matvec(
     if pass > 0 {
         // Blocks of k of one unit, as equal as whole granules for every warp allow; with more than 16 rows, for every
         // group of warps that together have all rows.
-        let slot = slot.min(block_max(schedule, target, grid, parts, granule_k)).max(1);
+        let most =
+            block_max(schedule, target, grid, parts, granule_k).max(whole_max(schedule, target, grid, granule_k, unit));
+        let slot = slot.min(most).max(1);
         let warps = (warps / u64::from(schedule.program.rows).div_ceil(16)).max(1);
         let chunks = if unit <= slot {
             unit
@@ -225,6 +227,29 @@ fn block_max(schedule: &Schedule, target: &Target, grid: &Grid, parts: u64, gran
     } else {
         u64::from(machine.ring.slot_bytes) / (8 * program.precision.weights.bytes() as u64) / granule_k
     }
+}
+
+/// `unit`, if warps hold the input of whole units of so many granules of codes of 4 bits, in steps of up to 16 rows of a kernel whose loader gives registers away; else 0.
+/// With 8 rows a lane has 80 registers for it, with 16 rows 104: of each granule of its warp 16 for each 8 rows, and 6 for the sum of each group, or of the
+/// row, if multiples of it are subtracted.
+fn whole_max(schedule: &Schedule, target: &Target, grid: &Grid, granule_k: u64, unit: u64) -> u64 {
+    let Schedule { program, machine, .. } = schedule;
+    let weight = grid.operand(Role::Weight).map(|o| &program.buffers[o.buffer.index()]);
+    let coded = weight.and_then(|buffer| buffer.coded);
+    let Some(format) = coded.filter(|format| matches!(format.code, Code::Int4 | Code::E2m1)) else { return 0 };
+    if !on_tensor_cores(schedule, target) || machine.loader_registers == 0 || program.rows > 16 {
+        return 0;
+    }
+    let (eights, registers) = if program.rows <= 8 { (1, 80) } else { (2, 104) };
+    let sums = match format.groups {
+        Some(groups) if groups.zeros || groups.minima || format.code == Code::Int4 => {
+            granule_k.div_ceil(u64::from(groups.k.max(1)))
+        }
+        None if format.code == Code::Int4 => 1,
+        _ => 0,
+    };
+    let of_warp = unit.div_ceil(u64::from(machine.ring.arrivals.max(1)));
+    if of_warp * (16 * eights + 6 * sums) <= registers { unit } else { 0 }
 }
 
 fn attention(at: GridId, grid: &Grid, variant: &AttentionVariant, found: &mut Found) {

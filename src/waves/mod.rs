@@ -55,7 +55,7 @@
 //! Rows of a launch that chose one expert are multiplied together: what a block does then depends on the choice. Each slot of a row has a *place*, in the order of
 //! experts; a *tile* is some places of one expert. Every block counts the choices itself and finds the same places. A step copies rows to their places in the
 //! same wave; a chunk in the next one, where a block copies neighbouring places, each from the row that the wave before wrote down for it. Items (a tile, and a part of the
-//! units of its expert) are numbered, and SM `n mod sms` has item `n` ([`Over::Items`]): a partition for every choice. Buffers have room for the worst
+//! units of its expert) are numbered, and SM `s` has item `r * sms + (s + r) mod sms` of each round `r` ([`Over::Items`]): a partition for every choice. Buffers have room for the worst
 //! choice ([`Tiling::most`]). `experts.rs` has the bounds. Choices of each layer have a buffer of their own, and the proof says that they are still there
 //! when a launch has ended ([`Proven::choices`]): the check reads them.
 //!

@@ -35,11 +35,15 @@ static double value_of(Code code, u32 c) {
   const double size = e == 0 ? std::ldexp(double(m) / one, 1 - bias) : std::ldexp(1 + double(m) / one, e - bias);
   return sign ? -size : size;
 }
-// A code of 4 bits in the byte that it shares: of e2m1, signs are the two highest bits.
-static u8 in_byte(Code code, u32 c, bool second) {
-  if (code != Code::E2M1) return u8(c << (second ? 4 : 0));
-  const u32 sign = c >> 3, size = c & 7;
-  return u8(second ? sign << 6 | size << 3 : sign << 7 | size);
+// Adds code `at` of the eight of 4 bits to their word. Neighbours are in its halves. Of e2m1 each bit of a pair has a place, the size from its lowest bit on and
+// then the sign; that of the third pair is in the other half.
+static void put_in_word(Code code, u8* word, int at, u32 c) {
+  const int pair = at / 2, half = at % 2, places[4][4] = {{0, 1, 2, 9}, {4, 5, 6, 13}, {10, 11, 12, 3}, {14, 7, 8, 15}};
+  for (int bit = 0; bit < 4; bit++) {
+    const bool other = code == Code::E2M1 && pair == 2 && bit == 3;
+    const int place = (other ? 1 - half : half) * 16 + (code == Code::E2M1 ? places[pair][bit] : pair * 4 + bit);
+    word[place / 8] |= u8((c >> bit & 1) << place % 8);
+  }
 }
 // A scale of a group, and its bytes.
 static double scale_of(ScaleCode code, u32 word, u8* bytes) {
@@ -101,8 +105,8 @@ static std::vector<u8> random_granule(u64& state, int j, const int (&rows)[8], s
       const int block = i / 32, lane = i % 32 / 8, at = i % 8;
       if (BITS == 8)
         granule[row * 64 + lane * 16 + block * 8 + at] = u8(code);
-      else // pairs of neighbours in the halves of a word
-        granule[row * 64 + lane * 16 + block * 4 + at % 2 * 2 + at / 4] |= in_byte(G::CODE, code, at / 2 % 2 != 0);
+      else
+        put_in_word(G::CODE, &granule[row * 64 + lane * 16 + block * 4], at, code);
       if (double* to = weight(i)) *to = value_of(G::CODE, code);
     }
     for (int g = 0; g < G::GROUPS; g++) {

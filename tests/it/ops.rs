@@ -792,7 +792,12 @@ fn an_op_of_rows_that_computes_something_else_is_found() {
             "chosen-8-slots-bf16",
         ),
         ("rows/matvec.cuh", "(SLOT_BYTES > 0 ? of.slots[h] : 0)", "0", "chosen-16-slots-bf16"),
-        ("rows/matvec.cuh", "(e.bias) + (int(part) + unit)", "(e.bias) + unit", "chosen-16-clamped-bf16"),
+        (
+            "rows/matvec.cuh",
+            "int at = (int(part) + unit) * G::UNIT_ROWS",
+            "int at = unit * G::UNIT_ROWS",
+            "chosen-16-clamped-bf16",
+        ),
         // A choice beyond the parts, a share without its last unit, another slot, words of a row that takes no part.
         ("rows/deal.cuh", "min(chosen[i], u32(PARTS - 1))", "chosen[i]", "chosen-8-e4m3-rows-bf16"),
         ("rows/deal.cuh", "all * (j + 1) / shares", "(all * (j + 1) - 1) / shares", "chosen-16-act-bf16"),
