@@ -404,6 +404,7 @@ struct WaveExperts {
   static_assert(G::UNIT_ROWS == OPERAND_ROWS && M::WARPS == 8, "two warpgroups, and units of eight rows");
   static_assert(Codes::CODED ? CHUNK == 1 : SPANS == 2, "a chunk is a granule of codes, or 64 of k");
   static_assert(int(INPUT_BYTES) <= M::INPUT_BYTES, "a slot holds a chunk of a tile");
+  static_assert(M::INPUT_BYTES / X::SPAN_BYTES <= 32, "a lane copies a span of a slot");
   // A slot of inputs holds several chunks of a tile, so that there are as many of them on their way as of weights.
   static constexpr int UNIT_CHUNKS = ceil_div(UNIT_GRANULES, CHUNK), WANTED = ceil_div(M::WEIGHT_SLOTS, M::INPUT_SLOTS);
   static constexpr int FITTING = M::INPUT_BYTES / int(INPUT_BYTES), MOST = FITTING < UNIT_CHUNKS ? FITTING : UNIT_CHUNKS, TOGETHER = WANTED < MOST ? WANTED : MOST;
@@ -452,13 +453,18 @@ struct WaveExperts {
   template <class L>
   static __device__ __forceinline__ void load_input(L& l, const Wave& e, const Item& item) {
     const u8* x = l.p.work + u64(e.x) * OFFSET_BYTES + X::block(item.tile, 0);
-    const u32 bytes = u32(places_multiplied(item)) * 64;
+    // In a chunk the input of a tile is as many bytes as its weights: the places that are multiplied, of each span. In a step all of it is a short copy.
+    const u32 places = u32(M::STEPS ? G::TILE : places_multiplied(item));
 #pragma unroll 1
     for (int at = 0; at < UNIT_CHUNKS; at += TOGETHER, l.at.next()) {
-      const u32 spans = u32(min(TOGETHER, UNIT_CHUNKS - at)) * SPANS;
+      const u32 spans = u32(min(TOGETHER, UNIT_CHUNKS - at)) * SPANS, bytes = places * 64;
+      const u8* from = x + u32(at) * INPUT_BYTES;
       u8* slot = l.free_slot();
-      // The places that are multiplied, of each span.
-      for (u32 span = l.lane; span < spans; span += 32) l.copy(slot + span * X::SPAN_BYTES, x + u32(at) * INPUT_BYTES + span * X::SPAN_BYTES, bytes);
+      if (places == G::TILE) {
+        if (l.lane == 0) l.copy(slot, from, spans * bytes);
+      } else if (l.lane < spans) {
+        l.copy(slot + l.lane * X::SPAN_BYTES, from + l.lane * X::SPAN_BYTES, bytes);
+      }
       l.arrive(spans * bytes);
     }
   }
