@@ -93,12 +93,7 @@ impl SixBits {
 }
 
 impl Code {
-    /// The bits of a code in its byte of a granule, before [`Code::spread`]; `shift` is that of [`Format::place`].
-    pub fn stored(self, code: u8, shift: u32) -> u8 {
-        code << shift
-    }
-
-    /// The code that a byte of a granule has at `shift`, after [`Code::gathered`].
+    /// The code that a byte of a granule has at `shift` (that of [`Format::place`]), after [`Code::gathered`].
     pub fn loaded(self, byte: u8, shift: u32) -> u8 {
         if self.bits() == 4 { byte >> shift & 15 } else { byte }
     }

@@ -410,8 +410,8 @@ fn whole_parts(graph: &ModelGraph, weights: &Weights, tensor: TensorId) -> Resul
     }
 }
 
-/// Refuses codes and scales that are no numbers: a kernel would read other values in them. For kernels of rows 2^127 is none, either: the largest code
-/// times that is beyond fp32, and they compute with twice the scale.
+/// Refuses codes and scales that are no numbers: a kernel would read other values in them. The scale 2^127 is refused, too: batch kernels
+/// compute with twice the scale, and the largest code times 2^127 is beyond fp32.
 fn numbers(
     id: BufferId,
     buffer: &Buffer,
@@ -460,10 +460,10 @@ fn put_codes(format: Format, row: &CodedRow, r: usize, unit: &mut [u8]) {
         let (g, granule) = granule;
         let own = &mut granule[r * row_bytes..(r + 1) * row_bytes];
         match &pairs {
-            Some(pairs) if codes.len() == granule_k => put_pairs(format.code, codes, pairs, own),
+            Some(pairs) if codes.len() == granule_k => put_pairs(codes, pairs, own),
             _ => {
                 for (code, (byte, shift)) in codes.iter().zip(&places) {
-                    own[*byte] |= format.code.stored(*code, *shift);
+                    own[*byte] |= code << shift;
                 }
             }
         }
@@ -500,9 +500,9 @@ fn pairs_of(places: &[(usize, u32)], row_bytes: usize) -> Vec<[usize; 2]> {
 }
 
 /// Writes a whole row of codes of 4 bits, a byte at a time.
-fn put_pairs(code: Code, codes: &[u8], pairs: &[[usize; 2]], out: &mut [u8]) {
+fn put_pairs(codes: &[u8], pairs: &[[usize; 2]], out: &mut [u8]) {
     for (byte, &[low, high]) in out.iter_mut().zip(pairs) {
-        *byte = code.stored(codes[low], 0) | code.stored(codes[high], 4);
+        *byte = codes[low] | codes[high] << 4;
     }
 }
 

@@ -593,9 +593,9 @@ struct WaveExperts {
     constexpr bool GROUPED = Codes::GROUPED;
     constexpr int SUMS = PLACES / 2, RUNS = GROUPED ? Codes::GROUPS : 1, RUN_SPANS = GRANULE_SPANS / RUNS;
     // Sums of groups: while those of one are scaled, the products of the next one run, if there is room for both.
-    constexpr int SETS = !GROUPED ? 0 : RUNS % 2 == 0 && SUMS <= 16 ? 2 : 1;
+    constexpr int SETS = GROUPED && RUNS % 2 == 0 && SUMS <= 16 ? 2 : 1;
     const int lane = c.lane();
-    float d[TILES][SUMS] = {}, own[SETS > 0 ? SETS : 1][GROUPED ? SUMS : 1] = {};
+    float d[TILES][SUMS] = {}, own[SETS][GROUPED ? SUMS : 1] = {};
     uint4 a[2][2];
 #pragma unroll 1
     for (int at = 0; at < UNIT_CHUNKS; at++) {
@@ -607,7 +607,7 @@ struct WaveExperts {
 #pragma unroll
         for (int i = 0; i < 2; i++) held[i].read(w + (n * TILE_UNITS + c.warp() * 2 + i) * UNIT_PITCH, lane, lane / 4);
         const auto scale = [&](int run) {
-          auto& sums = own[run % (SETS > 0 ? SETS : 1)];
+          auto& sums = own[run % SETS];
           warpgroup_done(sums);
 #pragma unroll
           for (int k = 0; k < SUMS; k++) d[n][k] += held[k / 2 % 2].scale(0, run) * sums[k];
@@ -632,7 +632,7 @@ struct WaveExperts {
             warpgroup_await<1>();
             if (SETS == 2 && s == 0 && run > 0) scale(run - 1);
           }
-          if constexpr (SETS == 1) {
+          if constexpr (GROUPED && SETS == 1) {
             warpgroup_await<0>();
             if (n == TILES - 1 && run == RUNS - 1) leave(c, at);
             scale(run);

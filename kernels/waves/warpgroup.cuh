@@ -62,7 +62,7 @@ __device__ __forceinline__ void warpgroup_await() {
 #endif
 }
 
-// Sums whose products are done: what reads them stays behind the wait that says so.
+// Sums whose products are done: what reads them comes after the wait that says so.
 template <int N>
 __device__ __forceinline__ void warpgroup_done(float (&sums)[N]) {
 #ifdef __CUDA_ARCH__

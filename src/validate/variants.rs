@@ -229,9 +229,9 @@ fn block_max(schedule: &Schedule, target: &Target, grid: &Grid, parts: u64, gran
     }
 }
 
-/// `unit`, if warps hold the input of whole units of so many granules of codes of 4 bits, in steps of up to 16 rows of a kernel whose loader gives registers away; else 0.
-/// With 8 rows a lane has 80 registers for it, with 16 rows 104: of each granule of its warp 16 for each 8 rows, and 6 for the sum of each group, or of the
-/// row, if multiples of it are subtracted.
+/// `unit` if warps hold the input of whole units of so many granules, else 0. They do so for codes of 4 bits, in steps of up to 16 rows, if the consumers have registers of the loader.
+/// With 8 rows a lane has 80 registers for it, with 16 rows 104. Each granule of its warp takes 16 of them for each 8 rows. If multiples of sums of the input are
+/// subtracted, the sum of a group takes 6, or that of the row.
 fn whole_max(schedule: &Schedule, target: &Target, grid: &Grid, granule_k: u64, unit: u64) -> u64 {
     let Schedule { program, machine, .. } = schedule;
     let weight = grid.operand(Role::Weight).map(|o| &program.buffers[o.buffer.index()]);
