@@ -17,7 +17,7 @@ struct Watchdog {
   u64 deadline_ns;     // globaltimer value after which a wait gives up
 };
 
-enum class WaitKind : u32 { PACKET = 1, RING_FULL = 2, RING_EMPTY = 3, HISTORY = 4, WAVE = 5, PEER = 6 };
+enum class WaitKind : u32 { PACKET = 1, RING_FULL = 2, RING_EMPTY = 3, HISTORY = 4, WAVE = 5, PEER = 6, TURN = 7 };
 
 // Who waits. The entry is read only when a wait is given up; null: the loader waits.
 struct WaitSite {
@@ -271,17 +271,20 @@ __device__ __forceinline__ void acquire_step() {
   asm volatile("fence.acq_rel." REACH ";" ::: "memory");
 #endif
 }
+// A word in shared memory that tells other warps of the block what its writer stored before.
+__device__ __forceinline__ void store_told(u32* to, u32 word) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(smem_address(to)), "r"(word) : "memory");
+}
+__device__ __forceinline__ u32 load_told(const u32* from) {
+  u32 word;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(word) : "r"(smem_address(from)) : "memory");
+  return word;
+}
 // Hands the acquired step to the loader. One thread calls it, after the block barrier that follows `acquire_step`. It is a word that
 // only grows, not an mbarrier: a loader that skips steps without history could not tell the parity of a step from that of two before.
-__device__ __forceinline__ void hand_over_step(u32* word, u32 tag) {
-  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(smem_address(word)), "r"(tag) : "memory");
-}
+__device__ __forceinline__ void hand_over_step(u32* word, u32 tag) { store_told(word, tag); }
 // The last step that was handed over. Each thread of the loader calls it.
-__device__ __forceinline__ u32 handed_over_step(const u32* word) {
-  u32 tag;
-  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(tag) : "r"(smem_address(word)) : "memory");
-  return tag;
-}
+__device__ __forceinline__ u32 handed_over_step(const u32* word) { return load_told(word); }
 // Called after that by the thread that copies in bulk: the copies read through another proxy what ordinary stores wrote to the cache.
 // The fence has to be in this thread, between its acquire and the copy. A fence where the rows were written, or in the thread that
 // hands the step over, is not on this path.

@@ -126,8 +126,27 @@ struct HeldWave {
   ShareRecord record;
 };
 
+// A turn of a block at work that blocks draw tickets for, as the first warp of its loader tells the others. `nth` is written last: the turns of a launch are counted from 1. An
+// entry is used again after as many turns as inputs have slots, and two more: consumers have left the first chunk of the turn that many before, because its slot has another one.
+struct __align__(16) WaveTurn {
+  u32 words[3], nth;
+};
 template <class M>
-struct WaveState {
+__device__ constexpr int told_turns(decltype(M::TURNS)*) {
+  return M::TURNS;
+}
+template <class M>
+__device__ constexpr int told_turns(...) {
+  return 0;
+}
+template <int N>
+struct WaveTurns {
+  WaveTurn turns[N];
+};
+template <>
+struct WaveTurns<0> {};
+template <class M>
+struct WaveState : WaveTurns<told_turns<M>(nullptr)> {
   Watchdog dog;
   u64 full[M::INPUT_SLOTS + M::WEIGHT_SLOTS];
   u64 empty[M::INPUT_SLOTS + M::WEIGHT_SLOTS];
@@ -242,10 +261,11 @@ struct WaveContext {
   u32 meetings; // of all blocks in the launch, that the next wave waits for; 0 if for none
   u32 starved_ns; // traced builds: time of this wave before chunks that had not landed
   u32 exchanges; // with the other block of the pair, so far
+  u32 turns;     // told, so far
   int thread, warp_index;
 
   __device__ __forceinline__ explicit WaveContext(const WaveParams& p)
-      : p(p), held(), inputs{0, 0}, weights{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), meetings(0), starved_ns(0), exchanges(0), thread(int(threadIdx.x)), warp_index(int(uniform(threadIdx.x / 32))) {}
+      : p(p), held(), inputs{0, 0}, weights{0, 0}, step(0), wave(0), patience(POLLS_BETWEEN_CHECKS), meetings(0), starved_ns(0), exchanges(0), turns(0), thread(int(threadIdx.x)), warp_index(int(uniform(threadIdx.x / 32))) {}
   // At the start of every wave. The compiler must take the thread index for a new value; otherwise it keeps everything that ops derive from it in
   // registers throughout.
   __device__ __forceinline__ void begin_wave(u32 s, u32 i) {
@@ -298,6 +318,8 @@ struct WaveContext {
   // The tag of the packets of a wave of this step.
   __device__ __forceinline__ u32 tag_of(u32 of) const { return p.tag + step * p.wave_count + of; }
   __device__ __forceinline__ Waiter waiter() { return Waiter{patience, &state().dog, WaitSite{wave, nullptr}}; }
+  // In a launch that is lost, waits return at once.
+  __device__ __forceinline__ bool lost() const { return patience == POLLS_WHEN_LOST; }
   // Traced builds: 0 wave begins, 1 all blocks ended the one before, 3 wave ends. Costs nothing when off.
   __device__ __forceinline__ void stamp(int k) {
     if constexpr (M::TRACE)

@@ -7,7 +7,8 @@
 //
 // Only generated kernels with experts include this. Words of a `Wave` that have other names here:
 //   residual     choices (rows, TOP_K)       ids below EXPERTS; the wave that chooses has them in `out`
-//   branch       groups (1 + tiles) of 16 bytes: the number of tiles; then for each tile its expert, the first tile of that expert, its tiles, and its slots
+//   branch       groups (1 + tiles) of 16 bytes: the number of tiles, and how many tickets blocks have drawn for the first product and for the second; then for each tile its
+//                expert, the first tile of that expert, its tiles, and its slots
 //   squares      places (rows, TOP_K)
 //   squares_out  shares (rows, TOP_K)        fp32
 #pragma once
@@ -207,12 +208,25 @@ struct WaveOrder {
   }
 };
 
+// Where columns of places lie: TILE places of a tile, in the order in which operands are read. Warpgroups of a chunk take a span of 32 columns of a whole tile. Warps of a step
+// take eight places at once, so of these all spans follow one another: a tile with few rows is then one copy.
+template <class M, int COLS, int TILE>
+struct TilePlace {
+  static constexpr u32 SPANS = u32(ceil_div(COLS, 128)) * 4; // those that pad the last 128 columns, too
+  static constexpr u32 SPAN_BYTES = M::STEPS ? 512 : TILE * 64, EIGHT_BYTES = M::STEPS ? SPANS * 512 : 512;
+  static __device__ __forceinline__ u32 tile(u32 n) { return n * SPANS * (TILE * 64); }
+  // Of `col` and the next column; `col` is even.
+  static __device__ __forceinline__ u32 at(u32 place, u32 col) {
+    return tile(place / TILE) + place % TILE / 8 * EIGHT_BYTES + col / 32 * SPAN_BYTES + col % 8 / 2 * 128 + place % 8 * 16 + col % 32 / 8 * 4;
+  }
+};
+
 // Rows and places in pieces of 16 bytes.
 template <class M, class G>
 struct WavePlacePieces {
   static constexpr int THREADS = M::WARPS * 32;
   typedef OperandPlace<G::K, M::BLOCK_ROWS, M::WARPGROUPS> X;
-  typedef OperandPlace<G::K, G::TILE, true> Out;
+  typedef TilePlace<M, G::K, G::TILE> Out;
   static constexpr int PIECES = int(X::BLOCKS) * 8; // of a row: those that pad its last 128 columns, too
 
   // Piece `i` of a row: of 32 columns those that warpgroups read at once.
@@ -228,7 +242,7 @@ struct WavePlacePieces {
 // gather: of a step, finds the place of each slot of each row, and copies the row there.
 //
 // x (rows, K)    bf16, in the layout of operands
-// out (tiles)    TILE places of K columns, in the layout that warpgroups read
+// out (tiles)    TILE places of K columns (`TilePlace`), times 2^POWER
 //
 // owner    of the places of a row: the block that has the row. The block with row 0 stores the groups
 template <class M, class G>
@@ -276,7 +290,7 @@ struct WaveGather : WaveOrder<M, G>, WavePlacePieces<M, G> {
         const int i = c.tid() + k * P::THREADS;
         if (i >= P::PIECES) break;
 #pragma unroll
-        for (int slot = 0; slot < G::TOP_K; slot++) *reinterpret_cast<uint4*>(out + P::Out::at(places[slot], P::column(i))) = held[k];
+        for (int slot = 0; slot < G::TOP_K; slot++) *reinterpret_cast<uint4*>(out + P::Out::at(places[slot], P::column(i))) = times_power<G::POWER>(held[k]);
       }
     }
   }
@@ -378,22 +392,24 @@ struct WaveFill : WavePlacePieces<M, G> {
 
 // experts: y = x W^T + bias by the matrix of the expert that a tile of places has, then the epilogue.
 //
-// x (tiles)    TILE places of K columns, in the layout that warpgroups read, through the ring of inputs
+// x (tiles)    TILE places of K columns (`TilePlace`), times 2^POWER, through the ring of inputs
 // W            EXPERTS matrices of UNITS units, one after another, through the ring of weights
-// out          GATED, CLAMPED: 4 columns for each unit; ACT: one for each row of W; like x. STORE: (places, ROWS) bf16
+// out          GATED, CLAMPED: 4 columns for each unit; ACT: one for each row of W; like x, times 2^OUT_POWER. STORE: (places, ROWS) bf16
 //
-// owner    of a tile and a part of the units: in each round of SMS items each block has one. The tiles of an expert follow one another within a part, so blocks read the same
-//          weights at the same time
+// owner    of an item, which is a tile and a part of the units: the block that draws its ticket. SMs read at different speeds, up to a sixth of the time of a wave apart. The
+//          tiles of an expert follow one another within a part, so blocks read the same weights at the same time. In a step the last items have a ticket for each half. Without
+//          TICKETS each block has one item of each round, at another place in the next round: tiles with many and with few rows alternate
 // assumes  the first warp of each loader has met before it reads the groups
 //
-// A warp has two units of each 16, as by warpgroups in matmul.cuh. Places without a row are multiplied, too, and not stored.
+// A warp has two units of each 16, as by warpgroups in matmul.cuh. Chunks are multiplied by warpgroups. Steps are by warps, which do not wait for each other: most of their tiles
+// have a few rows, for which the instruction of a warpgroup takes as long as for many. Places without a row are multiplied, too, and not stored.
 template <class M, class G>
 struct WaveExperts {
   typedef WaveCodes<M, G> Codes;
   static constexpr int GRANULE_K = PART_BYTES * 8 / Coding<M, G>::BITS, GRANULE = Coding<M, G>::BYTES, GRANULE_SPANS = GRANULE_K / 32;
   static constexpr int UNIT_GRANULES = ceil_div(G::K, GRANULE_K), UNITS = ceil_div(G::ROWS, G::UNIT_ROWS);
   static constexpr u32 UNIT_BYTES = UNIT_GRANULES * GRANULE;
-  typedef OperandPlace<G::K, G::TILE, true> X;
+  typedef TilePlace<M, G::K, G::TILE> X;
   // Places that are multiplied of a tile with few rows. The last tile of an expert has any number of them, and one of a step most often few.
   static constexpr int FEW = G::TILE / 4, SOME = G::TILE / 2;
   // Granules and spans of a chunk.
@@ -402,25 +418,60 @@ struct WaveExperts {
   static constexpr int PASS = G::PASS, PARTS = ceil_div(UNITS, PASS), TILE_UNITS = 16, TILES = ceil_div(PASS, TILE_UNITS), UNIT_PITCH = CHUNK * GRANULE;
   static constexpr bool GATED = G::EPILOGUE == Epilogue::GATED || G::EPILOGUE == Epilogue::CLAMPED;
   static_assert(G::UNIT_ROWS == OPERAND_ROWS && M::WARPS == 8, "two warpgroups, and units of eight rows");
-  static_assert(Codes::CODED ? CHUNK == 1 : SPANS == 2, "a chunk is a granule of codes, or 64 of k");
+  static_assert(CHUNK == (Codes::CODED ? 1 : 2) * (M::STEPS ? 2 : 1), "a chunk is a granule of codes, or 64 of k, and in a step twice as many");
+  static_assert(G::POWER == Codes::INPUT_POWER, "an input that is not what the codes meet");
   static_assert(int(INPUT_BYTES) <= M::INPUT_BYTES, "a slot holds a chunk of a tile");
-  static_assert(M::INPUT_BYTES / X::SPAN_BYTES <= 32, "a lane copies a span of a slot");
+  static_assert(M::STEPS || M::INPUT_BYTES / X::SPAN_BYTES <= 32, "a lane copies a span of a slot");
   // A slot of inputs holds several chunks of a tile, so that there are as many of them on their way as of weights.
   static constexpr int UNIT_CHUNKS = ceil_div(UNIT_GRANULES, CHUNK), WANTED = ceil_div(M::WEIGHT_SLOTS, M::INPUT_SLOTS);
   static constexpr int FITTING = M::INPUT_BYTES / int(INPUT_BYTES), MOST = FITTING < UNIT_CHUNKS ? FITTING : UNIT_CHUNKS, TOGETHER = WANTED < MOST ? WANTED : MOST;
+  // In a slot: of one chunk, and from eight places to the next.
+  static constexpr u32 CHUNK_BYTES = M::STEPS ? SPANS * X::SPAN_BYTES : INPUT_BYTES, EIGHT_BYTES = M::STEPS ? TOGETHER * CHUNK_BYTES : X::EIGHT_BYTES;
 
-  // A tile, and units of its expert. `unit` is counted over all experts.
+  // Items that have several tickets: the last LAST, of GRAIN units each.
+  static constexpr int SPLITS = M::STEPS && PASS >= 4 ? 2 : 1, GRAIN = ceil_div(PASS, SPLITS), LAST = M::SMS * 3 / 2;
+  // Chunks after which the loader draws the ticket of the next item, and after which it tells the other warps of the block.
+  static constexpr int DRAWN = UNIT_CHUNKS / 2 / TOGETHER * TOGETHER, TOLD = DRAWN + TOGETHER < UNIT_CHUNKS ? DRAWN + TOGETHER : DRAWN;
+
+  // Of an item, a tile and units of its expert; `unit` is counted over all experts. No units: there is no further item.
   struct Item {
-    u32 tile, unit, own, units, rows;
-    __device__ __forceinline__ Item(u32 n, const uint4 of) {
-      const u32 within = n - of.y * PARTS, part = within / of.z, end = UNITS * (part + 1) / PARTS;
-      tile = of.y + within % of.z;
-      own = UNITS * part / PARTS;
-      units = end - own;
-      unit = of.x * UNITS + own;
-      rows = min(u32(G::TILE), of.w - (tile - of.y) * G::TILE);
+    u32 tile = 0, unit = 0, own = 0, units = 0, rows = 0;
+    Item() = default;
+    static __device__ __forceinline__ Item of(const WaveTurn& turn) {
+      Item item;
+      item.tile = turn.words[0], item.unit = turn.words[1], item.own = turn.words[2] >> 16, item.units = turn.words[2] >> 8 & 0xff, item.rows = turn.words[2] & 0xff;
+      return item;
+    }
+    __device__ __forceinline__ WaveTurn turn() const { return WaveTurn{{tile, unit, own << 16 | units << 8 | rows}, 0}; }
+  };
+  static_assert(UNITS < 1 << 16 && PASS < 256 && G::TILE < 256, "what the words of a turn hold");
+  // The items of a wave.
+  struct Items {
+    const uint4* all;
+    u32 count, whole, tickets; // items, those of one ticket, and tickets
+    __device__ __forceinline__ Items(const WaveParams& p, const Wave& e) : all(groups(p, e)) {
+      count = uniform(*reinterpret_cast<const u32*>(all)) * PARTS;
+      whole = SPLITS == 1 ? count : max(count, u32(LAST)) - LAST;
+      tickets = whole + (count - whole) * SPLITS;
+    }
+    __device__ __forceinline__ Item item(u32 ticket) const {
+      Item item;
+      if (ticket >= tickets) return item;
+      u32 n = ticket, from = 0, end = PASS;
+      if (SPLITS > 1 && n >= whole) n = whole + (ticket - whole) / SPLITS, from = (ticket - whole) % SPLITS * GRAIN, end = from + GRAIN;
+      const uint4 of = group(all, n / PARTS);
+      const u32 within = n - of.y * PARTS, part = within / of.z, first = UNITS * part / PARTS;
+      item.tile = of.y + within % of.z;
+      item.own = first + from;
+      item.units = min(UNITS * (part + 1) / PARTS, first + end) - item.own;
+      item.unit = of.x * UNITS + item.own;
+      item.rows = min(u32(G::TILE), of.w - (item.tile - of.y) * G::TILE);
+      return item;
     }
   };
+  static __device__ __forceinline__ u32* drawn(const WaveParams& p, const Wave& e) {
+    return reinterpret_cast<u32*>(p.work + u64(groups_of(e)) * OFFSET_BYTES) + (G::EPILOGUE == Epilogue::STORE ? 2 : 1);
+  }
   static __device__ __forceinline__ const uint4* groups(const WaveParams& p, const Wave& e) { return reinterpret_cast<const uint4*>(p.work + u64(groups_of(e)) * OFFSET_BYTES); }
   static __device__ __forceinline__ uint4 group(const uint4* all, u32 tile) {
     const uint4 v = all[1 + tile];
@@ -428,45 +479,53 @@ struct WaveExperts {
   }
 
   static __device__ __forceinline__ int places_multiplied(const Item& item) { return item.rows <= FEW ? FEW : item.rows <= SOME ? SOME : G::TILE; }
-  // The item of a block in a round. Blocks change places from round to round: tiles with many rows and with few follow each other, and a block would have those
-  // of one kind.
-  static __device__ __forceinline__ u32 item_of(u32 round) { return round * M::SMS + (blockIdx.x + round) % M::SMS; }
 
   // ---- the loader ----------------------------------------------------------------------------------------------------
   // Which weights they are is known once all blocks have met.
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
     l.meet();
-    const uint4* const all = groups(l.p, e);
-    const u32 count = uniform(all[0].x) * PARTS;
+    if (l.lost()) return;
     if (R::FIRST != 0 && G::BOXED && l.part == 0 && l.lane == 0 && l.step == 0) l.see_box(e.boxes), l.see_box(e.boxes + 1);
+    const Items items(l.p, e);
+    Item item = items.item(blockIdx.x);
 #pragma unroll 1
-    for (u32 round = 0; item_of(round) < count; round++) {
-      const u32 n = item_of(round);
-      const Item item(n, group(all, n / PARTS));
-      if constexpr (R::FIRST == 0)
-        load_input(l, e, item);
-      else
+    for (u32 round = 1; item.units > 0; round++)
+      if constexpr (R::FIRST == 0) {
+        item = load_input(l, e, items, item, round);
+      } else {
         load_weights(l, e, item);
-    }
+        item = Item::of(wave_turn(l));
+      }
   }
+  // Returns the next item.
   template <class L>
-  static __device__ __forceinline__ void load_input(L& l, const Wave& e, const Item& item) {
-    const u8* x = l.p.work + u64(e.x) * OFFSET_BYTES + X::block(item.tile, 0);
-    // In a chunk the input of a tile is as many bytes as its weights: the places that are multiplied, of each span. In a step all of it is a short copy.
-    const u32 places = u32(M::STEPS ? G::TILE : places_multiplied(item));
+  static __device__ __forceinline__ Item load_input(L& l, const Wave& e, const Items& items, const Item& item, u32 round) {
+    // Of a tile with few rows, the places that are multiplied.
+    const u8* x = l.p.work + u64(e.x) * OFFSET_BYTES + X::tile(item.tile);
+    const u32 places = u32(places_multiplied(item));
+    u32 ticket = (round - 1) * M::SMS + (blockIdx.x + round) % M::SMS; // after the first round
+    Item next;
 #pragma unroll 1
     for (int at = 0; at < UNIT_CHUNKS; at += TOGETHER, l.at.next()) {
-      const u32 spans = u32(min(TOGETHER, UNIT_CHUNKS - at)) * SPANS, bytes = places * 64;
-      const u8* from = x + u32(at) * INPUT_BYTES;
-      u8* slot = l.free_slot();
-      if (places == G::TILE) {
-        if (l.lane == 0) l.copy(slot, from, spans * bytes);
-      } else if (l.lane < spans) {
-        l.copy(slot + l.lane * X::SPAN_BYTES, from + l.lane * X::SPAN_BYTES, bytes);
+      if (G::TICKETS && at == DRAWN && l.lane == 0) ticket = l.draw(drawn(l.p, e));
+      if (at == TOLD) {
+        next = items.item(M::SMS + __shfl_sync(~0u, ticket, 0));
+        l.tell(next.turn());
       }
-      l.arrive(spans * bytes);
+      const u32 spans = min(u32(min(TOGETHER, UNIT_CHUNKS - at) * SPANS), X::SPANS - at * SPANS);
+      const u8* from = x + u32(at) * SPANS * X::SPAN_BYTES;
+      u8* slot = l.free_slot();
+      if constexpr (M::STEPS) {
+        if (l.lane < places / 8) l.copy(slot + l.lane * EIGHT_BYTES, from + l.lane * X::EIGHT_BYTES, spans * X::SPAN_BYTES);
+      } else if (places == G::TILE) {
+        if (l.lane == 0) l.copy(slot, from, spans * X::SPAN_BYTES);
+      } else if (l.lane < spans) {
+        l.copy(slot + l.lane * X::SPAN_BYTES, from + l.lane * X::SPAN_BYTES, places * 64);
+      }
+      l.arrive(spans * places * 64);
     }
+    return next;
   }
   template <class L>
   static __device__ __forceinline__ void load_weights(L& l, const Wave& e, const Item& item) {
@@ -477,7 +536,7 @@ struct WaveExperts {
     for (int at = 0; at < UNIT_GRANULES; at += CHUNK, l.at.next()) {
       const u32 bytes = u32(min(CHUNK, UNIT_GRANULES - at)) * GRANULE;
       u8* slot = l.free_slot();
-      if constexpr (G::BOXED) {
+      if (G::BOXED && here + 1 >= PASS) {
         // Every piece of a box has its full length. Beyond the end of a unit it is zeros.
         if (l.part == 0 && l.lane == 0) l.copy_box(slot, box, u32(at) * (GRANULE / 8), item.unit);
         l.arrive(here * UNIT_PITCH);
@@ -490,15 +549,10 @@ struct WaveExperts {
 
   // ---- consumers -----------------------------------------------------------------------------------------------------
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const uint4* const all = groups(c.p, e);
-    const u32 count = uniform(all[0].x) * PARTS;
-    if (blockIdx.x >= count) return;
-    uint4 next = group(all, item_of(0) / PARTS);
+    if (c.lost()) return;
+    Item item = Items(c.p, e).item(blockIdx.x);
 #pragma unroll 1
-    for (u32 round = 0; item_of(round) < count; round++) {
-      const Item item(item_of(round), next);
-      const u32 after = item_of(round + 1);
-      if (after < count) next = group(all, after / PARTS);
+    while (item.units > 0) {
       const int places = places_multiplied(item);
       if (places == FEW)
         pass<FEW>(c, e, item);
@@ -506,11 +560,14 @@ struct WaveExperts {
         pass<SOME>(c, e, item);
       else
         pass<G::TILE>(c, e, item);
+      item = Item::of(wave_turn(c));
     }
   }
   template <int PLACES>
   static __device__ __forceinline__ void pass(WaveContext<M>& c, const Wave& e, const Item& item) {
-    if constexpr (Codes::CODED)
+    if constexpr (M::STEPS)
+      pass_warps<PLACES>(c, e, item);
+    else if constexpr (Codes::CODED)
       pass_codes<PLACES>(c, e, item);
     else
       pass_plain<PLACES>(c, e, item);
@@ -534,7 +591,7 @@ struct WaveExperts {
   // Chunk `at` of an item is next: waits for it.
   static __device__ __forceinline__ void take(WaveContext<M>& c, const RingCursor<InputRing<M>>& inputs, const RingCursor<WeightRing<M>>& weights, int at, const u8*& x, const u8*& w) {
     wave_take_pair(c, inputs, weights, x, w, at % TOGETHER == 0);
-    x += at % TOGETHER * INPUT_BYTES;
+    x += at % TOGETHER * CHUNK_BYTES;
   }
   // Once by each warp, after its last read of chunk `at`.
   static __device__ __forceinline__ void leave(WaveContext<M>& c, int at) {
@@ -651,11 +708,99 @@ struct WaveExperts {
     }
     finish<PLACES>(c, e, item, d);
   }
+  // By warps, each on its own.
+  template <int PLACES>
+  static __device__ __forceinline__ void pass_warps(WaveContext<M>& c, const Wave& e, const Item& item) {
+    float d[TILES][PLACES / 2] = {};
+#pragma unroll 1
+    for (int at = 0; at < UNIT_CHUNKS; at++) {
+      const u8 *x = nullptr, *w = nullptr;
+      take(c, c.inputs, c.weights, at, x, w);
+      const u32 of = smem_address(x) + c.lane() * 16; // 16 bytes of each operand
+#pragma unroll
+      for (int n = 0; n < TILES; n++) {
+        // Granules that a unit has: of its last chunk perhaps not all.
+        const int there = UNIT_GRANULES % CHUNK == 0 ? CHUNK : min(CHUNK, UNIT_GRANULES - at * CHUNK);
+        if constexpr (Codes::CODED) {
+#pragma unroll
+          for (int g = 0; g < CHUNK; g++)
+            if (g < there) warp_codes<PLACES>(c, of + g * GRANULE_SPANS * X::SPAN_BYTES, w + g * GRANULE, n, d[n]);
+        } else {
+          uint4 a[SPANS][2];
+#pragma unroll
+          for (int s = 0; s < SPANS; s++) load_tile(w, s, n, true, c, a[s]);
+#pragma unroll
+          for (int s = 0; s < SPANS; s++)
+            if (s < there) warp_product<PLACES>(of + s * X::SPAN_BYTES, a[s], d[n]);
+        }
+      }
+      leave(c, at);
+    }
+    if constexpr (Codes::CODED) {
+#pragma unroll
+      for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int k = 0; k < PLACES / 2; k++) d[n][k] *= Codes::RAW_FACTOR;
+    }
+    finish<PLACES>(c, e, item, d);
+  }
+  // A granule of each of two units.
+  template <int PLACES>
+  static __device__ __forceinline__ void warp_codes(const WaveContext<M>& c, u32 x, const u8* w, int n, float (&d)[PLACES / 2]) {
+    constexpr bool GROUPED = Codes::GROUPED;
+    constexpr int RUNS = GROUPED ? Codes::GROUPS : 1, RUN_SPANS = GRANULE_SPANS / RUNS;
+    const int lane = c.lane();
+    typename Codes::WideHeld held[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) held[i].read(w + (n * TILE_UNITS + c.warp() * 2 + i) * UNIT_PITCH, lane, lane / 4);
+#pragma unroll
+    for (int run = 0; run < RUNS; run++) {
+      float own[PLACES / 2] = {};
+#pragma unroll
+      for (int s = 0; s < RUN_SPANS; s++) {
+        const int span = run * RUN_SPANS + s;
+        uint4 a[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const u32 zero = Codes::Wide::zero(G::ZEROS ? held[i].zero(0, run) : Codes::Weights::Codes::ZERO);
+          a[i] = Codes::Wide::template raw<G::ZEROS>(held[i].codes, span, zero);
+        }
+        warp_product<PLACES>(x + span * X::SPAN_BYTES, a, GROUPED ? own : d);
+      }
+      if constexpr (GROUPED) {
+        const float scale[2] = {held[0].scale_of_sum(0, run), held[1].scale_of_sum(0, run)};
+#pragma unroll
+        for (int k = 0; k < PLACES / 2; k++) d[k] += scale[k / 2 % 2] * own[k];
+      }
+    }
+  }
+  // 32 of k of eight places, as a lane has them as the right operand of two products.
+  static __device__ __forceinline__ uint4 load_operand(u32 address) {
+    uint4 b;
+#ifdef __CUDA_ARCH__
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w) : "r"(address));
+#else
+    const u32 lane = address / 16 % 32; // tests of ops on a CPU
+    const u32* const words = reinterpret_cast<const u32*>(smem + address - lane * 12);
+    b = make_uint4(words[0], words[32], words[64], words[96]);
+#endif
+    return b;
+  }
+  // 32 of k, of two units and PLACES places.
+  template <int PLACES>
+  static __device__ __forceinline__ void warp_product(u32 x, const uint4 (&a)[2], float (&d)[PLACES / 2]) {
+#pragma unroll
+    for (int j = 0; j < PLACES / 8; j++) {
+      const uint4 b = load_operand(x + j * EIGHT_BYTES);
+      tensor_product(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3], a[0].x, a[1].x, a[0].y, a[1].y, b.x, b.y);
+      tensor_product(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3], a[0].z, a[1].z, a[0].w, a[1].w, b.z, b.w);
+    }
+  }
   template <int PLACES>
   static __device__ __forceinline__ void finish(const WaveContext<M>& c, const Wave& e, const Item& item, const float (&d)[TILES][PLACES / 2]) {
     constexpr int COLS = GATED ? G::ROWS / 2 : G::ROWS;
     static_assert(COLS % 2 == 0, "columns are stored in pairs");
-    typedef OperandPlace<COLS, G::TILE, true> Out;
+    typedef TilePlace<M, COLS, G::TILE> Out;
     // Computed again here, so that the loop above has no registers for it.
     const int lane = made_here(c.lane()), t = lane % 4;
     u8* const out = c.template work<u8>(e.out);
@@ -687,7 +832,7 @@ struct WaveExperts {
           if constexpr (G::EPILOGUE == Epilogue::STORE)
             *reinterpret_cast<u32*>(out + (u64(place) * COLS + col) * 2) = bf16_pair(y.x, y.y);
           else
-            *reinterpret_cast<u32*>(out + Out::at(place, col)) = bf16_pair(y.x, y.y);
+            *reinterpret_cast<u32*>(out + Out::at(place, col)) = times_power<G::OUT_POWER>(bf16_pair(y.x, y.y));
         }
       }
   }

@@ -60,6 +60,8 @@ __device__ __forceinline__ void run_waves(const WaveParams& p) {
       Slot<false>::init(&state.empty[i], i >= M::INPUT_SLOTS && shares_weights<M>(p) ? 2 * M::WARPS : M::WARPS);
     }
     if (M::PAIRS) Slot<false>::init(&state.paired, 1);
+    if constexpr (told_turns<M>(nullptr) > 0)
+      for (WaveTurn& turn : state.turns) turn.nth = 0;
     state.dog = Watchdog{p.report, p.abort, global_ns() + p.timeout_ns};
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

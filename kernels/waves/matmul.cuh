@@ -39,6 +39,7 @@ template <class M, class G, class = int>
 struct WaveCodes {
   static constexpr bool CODED = false, GROUPED = false, ROW_SCALES = false;
   static constexpr float FACTOR = 1.f;
+  static constexpr int INPUT_POWER = 0;
 };
 template <class M, class G>
 struct WaveCodes<M, G, decltype(int(G::CODE))> {
@@ -52,6 +53,9 @@ struct WaveCodes<M, G, decltype(int(G::CODE))> {
   static constexpr int OFFSET = Operand::OFFSET + int(Weights::Codes::ZERO);
   static constexpr bool SUMS_X = G::ZEROS || OFFSET != 0;
   static constexpr int GROUPS = Weights::GROUPS, GROUP_BLOCKS = Weights::GROUP_BLOCKS;
+  // Of `Wide::raw`: what its inputs are stored times, and what sums are multiplied by at the end.
+  static constexpr int INPUT_POWER = M::STEPS ? Wide::INPUT_POWER : 0;
+  static constexpr float RAW_FACTOR = float(1 << (Wide::RAW_POWER - Wide::INPUT_POWER)) * (WideHeld::TWICE ? 0.5f : 1.f);
 
   // Rearranges the operands of rows g and g + 8 to match codes.
   static __device__ __forceinline__ void meet(uint4& a, uint4& b) {

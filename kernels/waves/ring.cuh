@@ -128,6 +128,24 @@ __device__ __forceinline__ void wave_release_pair(WaveContext<M>& c, RingCursor<
   b.next();
 }
 
+// The next turn that the block is told; of a launch that is lost, none. By whole warps: `w` is a context or a loader.
+template <class W>
+__device__ __forceinline__ WaveTurn wave_turn(W& w) {
+  const u32 nth = ++w.turns;
+  auto& turns = w.state().turns;
+  const WaveTurn& told = turns[nth % (sizeof turns / sizeof turns[0])];
+  u32 left = w.patience, seen;
+  for (;;) {
+    seen = load_told(&told.nth);
+    if (__all_sync(~0u, seen == nth)) break;
+    if (--left == 0) {
+      if (give_up(w.waiter(), seen == nth, WaitKind::TURN, seen, nth)) return WaveTurn{};
+      left = POLLS_BETWEEN_CHECKS;
+    }
+  }
+  return WaveTurn{{uniform(told.words[0]), uniform(told.words[1]), uniform(told.words[2])}, nth};
+}
+
 // What a warp of the loader does: R is the ring that it fills, `part` its place among those that do.
 template <class M, class R>
 struct WaveLoader {
@@ -138,13 +156,14 @@ struct WaveLoader {
   u32 meetings;      // of all blocks in the step, before the wave
   u32 patience;
   u32 met;           // meetings of the launch that all blocks are known to have come to
+  u32 turns;         // told, so far
   int part, lane;
 #if __CUDA_ARCH__ >= 900
   u64 hint; // for L2: weights are read once, activations again
 #endif
 
   __device__ __forceinline__ WaveLoader(const WaveParams& p, int part)
-      : p(p), held(), at{0, 0}, step(0), wave(0), meetings(0), patience(POLLS_BETWEEN_CHECKS), met(0), part(part), lane(int(threadIdx.x % 32)) {
+      : p(p), held(), at{0, 0}, step(0), wave(0), meetings(0), patience(POLLS_BETWEEN_CHECKS), met(0), turns(0), part(part), lane(int(threadIdx.x % 32)) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (R::FIRST == 0)
       asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(hint));
@@ -190,6 +209,19 @@ struct WaveLoader {
         expect_bytes(full, bytes);
       else
         Slot<false>::arrive(full);
+    }
+    __syncwarp();
+  }
+  // By a lane: the next ticket of a counter in device memory. What it is for was known before the blocks met, so nothing is ordered by it.
+  __device__ __forceinline__ u32 draw(u32* drawn) const { return take_place(drawn); }
+  // Tells the other warps of the block their next turn.
+  __device__ __forceinline__ void tell(const WaveTurn& turn) {
+    auto& turns_told = state().turns;
+    WaveTurn& to = turns_told[++turns % (sizeof turns_told / sizeof turns_told[0])];
+    if (lane == 0) {
+#pragma unroll
+      for (int i = 0; i < 3; i++) to.words[i] = turn.words[i];
+      store_told(&to.nth, turns);
     }
     __syncwarp();
   }

@@ -30,7 +30,8 @@ __device__ __forceinline__ u32 and_or(u32 a, u32 b, u32 c) {
 #endif
 }
 
-// `eight`: the eight codes of a lane in a block of 32 of k. `zero`: what it takes for a zero point.
+// `eight`: the eight codes of a lane in a block of 32 of k. `zero`: what it takes for a zero point. `raw`: the bits before they are multiplied by 2^RAW_POWER. They meet inputs
+// that were stored times 2^INPUT_POWER, which are fewer: sums are then normal numbers, and an input of 2^28 and more overflows.
 template <Code C>
 struct WideOperand;
 
@@ -38,6 +39,7 @@ constexpr u32 BF16_128_PAIR = 0x43004300;
 
 template <>
 struct WideOperand<Code::INT4> {
+  static constexpr int RAW_POWER = 0, INPUT_POWER = 0;
   static __device__ __forceinline__ u32 zero(float point) { return bf16_pair(128.f + point, 128.f + point); }
   template <bool>
   static __device__ __forceinline__ uint4 eight(const uint4 codes, int block, u32 zero) {
@@ -45,10 +47,15 @@ struct WideOperand<Code::INT4> {
     const auto pair = [&](int p) { return bf16_pair_sub(and_or(w >> 4 * p, 0x000f000fu, BF16_128_PAIR), zero); };
     return make_uint4(pair(0), pair(1), pair(2), pair(3));
   }
+  template <bool ZEROS>
+  static __device__ __forceinline__ uint4 raw(const uint4 codes, int block, u32 zero) {
+    return eight<ZEROS>(codes, block, zero);
+  }
 };
 
 template <>
 struct WideOperand<Code::INT8> {
+  static constexpr int RAW_POWER = 0, INPUT_POWER = 0;
   static __device__ __forceinline__ u32 zero(float point) { return bf16_pair(point, point); }
   template <bool ZEROS>
   static __device__ __forceinline__ uint4 eight(const uint4 codes, int block, u32 zero) {
@@ -59,28 +66,53 @@ struct WideOperand<Code::INT8> {
     const u32 lo = word_of(codes, 2 * block), hi = word_of(codes, 2 * block + 1);
     return make_uint4(pair(permute(lo, 0, 0x4140)), pair(permute(lo, 0, 0x4342)), pair(permute(hi, 0, 0x4140)), pair(permute(hi, 0, 0x4342)));
   }
+  template <bool ZEROS>
+  static __device__ __forceinline__ uint4 raw(const uint4 codes, int block, u32 zero) {
+    return eight<ZEROS>(codes, block, zero);
+  }
 };
+
+// Pairs of bf16 times 2^POWER.
+template <int POWER>
+__device__ __forceinline__ u32 times_power(u32 pair) {
+  constexpr u32 BITS = u32(127 + POWER) << 7;
+  if constexpr (POWER == 0)
+    return pair;
+  else
+    return bf16_pair_mul(pair, BITS << 16 | BITS);
+}
+template <int POWER>
+__device__ __forceinline__ uint4 times_power(const uint4 pairs) {
+  return make_uint4(times_power<POWER>(pairs.x), times_power<POWER>(pairs.y), times_power<POWER>(pairs.z), times_power<POWER>(pairs.w));
+}
 
 template <>
 struct WideOperand<Code::E4M3> {
+  static constexpr int RAW_POWER = 120, INPUT_POWER = 100;
   static __device__ __forceinline__ u32 zero(float) { return 0; }
   template <bool>
-  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block, u32) {
-    constexpr u32 POWER = u32(127 + 120) << 7, PAIR = POWER << 16 | POWER;
+  static __device__ __forceinline__ uint4 raw(const uint4 codes, int block, u32) {
     // Bytes in the upper halves of a pair.
-    const auto pair = [](u32 tops) { return bf16_pair_mul((tops & 0x80008000u) | (tops >> 4 & 0x07f007f0u), PAIR); };
+    const auto pair = [](u32 tops) { return (tops & 0x80008000u) | (tops >> 4 & 0x07f007f0u); };
     const u32 lo = word_of(codes, 2 * block), hi = word_of(codes, 2 * block + 1);
     return make_uint4(pair(permute(lo, 0, 0x1404)), pair(permute(lo, 0, 0x3424)), pair(permute(hi, 0, 0x1404)), pair(permute(hi, 0, 0x3424)));
+  }
+  template <bool ZEROS>
+  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block, u32 zero) {
+    return times_power<RAW_POWER>(raw<ZEROS>(codes, block, zero));
   }
 };
 
 template <>
 struct WideOperand<Code::E2M1> {
+  static constexpr int RAW_POWER = 126, INPUT_POWER = 100;
   static __device__ __forceinline__ u32 zero(float) { return 0; }
   template <bool>
-  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block, u32) {
-    constexpr u32 POWER = u32(127 + 126) << 7, PAIR = POWER << 16 | POWER;
-    const uint4 bits = Decode<Code::E2M1>::in_order(codes, block);
-    return make_uint4(bf16_pair_mul(bits.x, PAIR), bf16_pair_mul(bits.y, PAIR), bf16_pair_mul(bits.z, PAIR), bf16_pair_mul(bits.w, PAIR));
+  static __device__ __forceinline__ uint4 raw(const uint4 codes, int block, u32) {
+    return Decode<Code::E2M1>::in_order(codes, block);
+  }
+  template <bool ZEROS>
+  static __device__ __forceinline__ uint4 eight(const uint4 codes, int block, u32 zero) {
+    return times_power<RAW_POWER>(raw<ZEROS>(codes, block, zero));
   }
 };

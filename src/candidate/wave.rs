@@ -63,7 +63,7 @@ wave_knobs! {
     input_slots "wave_input_slots" [0, 2, 3, 4, 5, 6, 8], true true,
         "slots of the ring of inputs, which takes its room from the ring of weights; 0: by form and rows";
     slot_kib "wave_slot_kib" [0, 8, 16, 32], false true,
-        "most KiB of a slot of weights; 0: 16";
+        "most KiB of a slot of weights; 0: 16, of experts 32 in bf16 and 18 in codes";
     parts "wave_parts" [0, 1, 2, 4, 8], true true,
         "parts of k of a product whose sums may be added up: the most up to this that are possible; 0: by the bytes that an SM moves, and in a chunk by the units of a pass";
     pairs "wave_pairs" [0, 1], true true,
@@ -80,6 +80,8 @@ wave_knobs! {
         "1: warpgroups multiply no tiles; 2: they do wherever tiles fit; 0: where it was measured to pay";
     row_parts "wave_row_parts" [0, 1, 2, 4, 8], false true,
         "most parts of a row that SMs share in a wave of rows; 0: one for each SM that has no row";
+    tickets "wave_tickets" [0, 1], true true,
+        "1: blocks take items of experts in turn, by number; 0: each takes the next one when it is ready";
     packets "wave_packets" [0, 1], false true,
         "1: heads never travel in packets, and SMs meet before attention; 0: up to 4 MiB do";
     products "wave_products" [0, 1, 2], true false,

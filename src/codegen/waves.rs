@@ -11,6 +11,7 @@ use super::{
     STATE_HEADERS, WAVES_HEADERS,
 };
 use crate::digest::Digest;
+use crate::format::{Code, Format};
 use crate::ir::layout::{Held, Matrix, PLACE_ALIGN_BYTES, held, matrices};
 use crate::ir::op::{Combine, Convolve, Epilogue, MatVec, Mix, NormAttr, Op, Role, Scan};
 use crate::ir::program::{Grid, Program, Rows, Space};
@@ -357,7 +358,11 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
         (Action::Gather { choices, out, .. }, Op::MatVec(m)) => {
             let (experts, slots) = (experts_of(proven, grid), plan.work[choices.index()].cols);
             let (k, tile) = (m.k, tiling_of(plan, *out).rows);
-            ("WaveGather", format!("int K = {k}\nint EXPERTS = {experts}\nint TOP_K = {slots}\nint TILE = {tile}\n"))
+            let power = input_power(plan, proven.validated().schedule().program.format_of(grid));
+            let members = format!(
+                "int K = {k}\nint EXPERTS = {experts}\nint TOP_K = {slots}\nint TILE = {tile}\nint POWER = {power}\n"
+            );
+            ("WaveGather", members)
         }
         (Action::Places { choices, sources, .. }, Op::MatVec(_)) => {
             let (experts, slots) = (experts_of(proven, grid), plan.work[choices.index()].cols);
@@ -367,13 +372,15 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
         (Action::Fill { out, .. }, Op::MatVec(m)) => {
             ("WaveFill", format!("int K = {}\nint TILE = {}\n", m.k, tiling_of(plan, *out).rows))
         }
-        (Action::Experts { x, pass, chunk, .. }, Op::MatVec(m)) => {
+        (Action::Experts { x, pass, chunk, tickets, .. }, Op::MatVec(m)) => {
             let (tile, boxed) = (tiling_of(plan, *x).rows, !wave.boxes.is_empty());
             let biased = grid.operand(Role::Bias).is_some();
             let (rows, k, unit_rows) = (m.rows, m.k, m.unit_rows);
             let members = format!(
                 "int ROWS = {rows}\nint K = {k}\nint UNIT_ROWS = {unit_rows}\nint TILE = {tile}\nint PASS = {pass}\nint CHUNK = {chunk}\n\
-                 bool TILES = true\nbool BOXED = {boxed}\nbool BIAS = {biased}\n{}",
+                 bool TILES = true\nbool BOXED = {boxed}\nbool TICKETS = {tickets}\nbool BIAS = {biased}\nint POWER = {}\nint OUT_POWER = {}\n{}",
+                input_power(plan, schedule.program.format_of(grid)),
+                output_power(proven, wave),
                 epilogue_members(m.epilogue)
             );
             ("WaveExperts", members + &coding_members(schedule.program.format_of(grid)))
@@ -462,6 +469,30 @@ fn scan_wave_members(proven: &Proven<'_>, grid: &Grid, scan: &Scan, (x, out): (W
     let gate = scan.gate.filter(|_| plan.work[out.index()].layout.is_input());
     let members = scan_members(grid, &Scan { gate, ..*scan });
     format!("{members}int X_PARTS = {}\nbool OUT_TILES = {}\n", parts_of(plan, x), is_tiles(plan, out))
+}
+
+/// The power of two times which inputs of experts are stored for codes of a format. In a step, operands of floats are their bits (`raw` in kernels/waves/warpgroup_codes.cuh);
+/// in a chunk operands are multiplied themselves.
+fn input_power(plan: &Plan, format: Format) -> u32 {
+    match format.code {
+        Code::E4m3 | Code::E2m1 if plan.form != Form::Chunk => 100,
+        _ => 0,
+    }
+}
+
+/// The same of what a wave of experts leaves: of the next one that reads it.
+fn output_power(proven: &Proven<'_>, wave: &PlanWave) -> u32 {
+    let (plan, program) = (proven.plan(), &proven.validated().schedule().program);
+    let later = plan.waves.iter().skip_while(|of| !std::ptr::eq(*of, wave)).skip(1);
+    let reads = |of: &&PlanWave| match (&of.action, &wave.action) {
+        (Action::Experts { x, .. }, Action::Experts { out, .. }) => x == out,
+        _ => false,
+    };
+    later
+        .filter(reads)
+        .map(|of| input_power(plan, program.format_of(&program.grids[of.grid.index()])))
+        .next()
+        .unwrap_or(0)
 }
 
 /// Whether the input of a product may lack the factor of its norm: a wave says whether it does, so all products of a shape are of one class.
@@ -576,7 +607,7 @@ fn machine_members(proven: &Proven<'_>, trace: Trace) -> Vec<String> {
     let (plan, program) = (proven.plan(), &proven.validated().schedule().program);
     let shape = Shape::of(program).expect("validate: a batch kernel has tables");
     let m = &plan.machine;
-    vec![
+    let mut members = vec![
         format!("int SMS = {}", m.sms / m.devices),
         format!("int WARPS = {}", m.warps),
         format!("int LOADER_WARPS = {}", m.loader_warps),
@@ -611,7 +642,12 @@ fn machine_members(proven: &Proven<'_>, trace: Trace) -> Vec<String> {
         format!("Elem WIRE = {}", elem(program.precision.wire)),
         "Dot DOT = Dot::MMA".to_string(),
         format!("bool TRACE = {}", trace == Trace::On),
-    ]
+    ];
+    // Blocks of kernels with experts are told their turns at items.
+    if plan.has_items() {
+        members.push(format!("int TURNS = {}", plan.turns_told()));
+    }
+    members
 }
 
 /// Most sums of squares of a row that a product adds up.

@@ -227,6 +227,7 @@ impl Watched {
                 4 => StuckOn::History,
                 5 => StuckOn::Wave,
                 6 => StuckOn::Peer,
+                7 => StuckOn::Turn,
                 other => StuckOn::Unknown(other),
             },
             grid: None,

@@ -55,6 +55,8 @@ pub enum StuckOn {
     Wave,
     /// The sums of the other block of a pair.
     Peer,
+    /// What the loader of its block has drawn a ticket for.
+    Turn,
     Unknown(u32),
 }
 
@@ -66,7 +68,7 @@ impl fmt::Display for Stuck {
         write!(f, "{}: step {}: ", self.sm, self.step)?;
         match (self.task, self.kind) {
             (Some(task), _) => write!(f, "{task}")?,
-            (None, StuckOn::Packet | StuckOn::Wave | StuckOn::Peer) => f.write_str("a wave")?,
+            (None, StuckOn::Packet | StuckOn::Wave | StuckOn::Peer | StuckOn::Turn) => f.write_str("a wave")?,
             (None, _) => f.write_str("the loader")?,
         }
         if let Some(grid) = &self.grid {
@@ -83,6 +85,7 @@ impl fmt::Display for Stuck {
             StuckOn::History => f.write_str("the step's cache to be acquired")?,
             StuckOn::Wave => f.write_str("all SMs to end the wave before")?,
             StuckOn::Peer => f.write_str("the sums of the other block of its pair")?,
+            StuckOn::Turn => f.write_str("its next item")?,
             StuckOn::Unknown(kind) => write!(f, "something of kind {kind}")?,
         }
         write!(f, ": expected {}, saw {}", self.expected, self.observed)

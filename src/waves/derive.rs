@@ -1,8 +1,8 @@
 //! Derives a plan of waves from the schedule of a batch kernel.
 
 use super::experts::{
-    Chosen, FILLED_PLACES, TILE_UNITS, gather_scratch, has_experts, has_groups, is_combined, route_scratch, same_norm,
-    scores_cols, scores_scratch, unit_tiles_max,
+    Chosen, FILLED_PLACES, TILE_UNITS, expert_granules, gather_scratch, has_experts, has_groups, is_combined,
+    route_scratch, same_norm, scores_cols, scores_scratch, unit_tiles_max,
 };
 use super::mix::{Carried, GateNorm, POSITIONS, group_channels, row_bytes, scan_cols};
 use super::ragged::MERGE_SPLITS;
@@ -63,6 +63,9 @@ const CHUNK_SCRATCH_BYTES: u32 = 16 << 10;
 /// A slot of weights of steps, and of experts in chunks.
 const STEP_WEIGHT_BYTES: u32 = 16 << 10;
 const CHUNK_EXPERT_BYTES: u32 = 32 << 10;
+/// The same of a step: a chunk of sixteen units.
+const STEP_EXPERT_BYTES: u32 = 32 << 10;
+const STEP_EXPERT_CODES_BYTES: u32 = 18 << 10;
 /// Most bytes of heads that a step leaves in packets: more take longer to write and to poll than a meeting takes (docs/perf-log.md, entry 33).
 const PACKET_BYTES_MAX: u64 = 4 << 20;
 /// Chunks of weights that products hold while blocks meet.
@@ -354,24 +357,32 @@ impl Memory {
         let bytes = |states: Carried| states.parts(sms).map_or(0, |parts| states.chunk_bytes(parts));
         let of_states = carried(program).map(bytes).max().unwrap_or(0).saturating_sub(inputs.bytes());
         let scratch_bytes = scratch_bytes.max(of_states.next_multiple_of(128));
-        Memory { inputs, scratch_bytes, state_bytes: 2 << 10 }
+        Memory { inputs, scratch_bytes, state_bytes: (2 << 10) + turns_bytes(program) }
     }
 
     /// Of a step, or a tail. The inputs of 64 rows are twice as long as those of 32, so there is a slot of weights less for one of inputs (docs/perf-log.md,
-    /// entry 33). Of 128 rows a slot has 128 columns, one half for each of two warpgroups that share k; scratch has what pairs of blocks send.
+    /// entry 33). Of 128 rows a slot has 128 columns, one half for each of two warpgroups that share k; scratch has what pairs of blocks send. Most of what a
+    /// mixture streams are weights of experts, so it has a slot of inputs less.
     fn of_step(program: &Program, rows: u32, knobs: &WaveKnobs) -> Memory {
         let (slots, slot_bytes) = match rows {
             ..=32 => (4, 16 << 10),
             33..=64 => (5, 16 << 10),
             _ => (3, 32 << 10),
         };
+        let slots = if has_experts(program) { slots - 1 } else { slots };
         let slots = chosen(knobs.input_slots).unwrap_or(slots);
         let (scratch_bytes, state_bytes) = if rows <= 64 { (32 << 10, 2 << 10) } else { (36 << 10, 4 << 10) };
         let of_grid = |grid: &Grid| row_bytes(&grid.op, WARPS);
         let of_states = program.grids.iter().map(of_grid).max().unwrap_or(0).next_multiple_of(128);
         let scratch_bytes = experts_scratch(program, Form::Steps).max(scratch_bytes).max(of_states);
+        let state_bytes = state_bytes + turns_bytes(program);
         Memory { inputs: Ring { slots, slot_bytes }, scratch_bytes, state_bytes }
     }
+}
+
+/// Bytes of the state of a block for turns at items of experts.
+fn turns_bytes(program: &Program) -> u32 {
+    if has_experts(program) { 1 << 10 } else { 0 }
 }
 
 /// The value of a knob; `None`: the rule decides.
@@ -1400,8 +1411,9 @@ impl Builder<'_> {
         let name = if m.epilogue == Epilogue::Store { "made" } else { "acts" };
         let out_to = self.work(name, layout, cols);
         self.inputs.insert(out, out_to);
-        let chunk = if format.is_plain() { 2 } else { 1 };
-        let of_steps = step_weight_bytes(&self.asked.knobs);
+        let chunk = expert_granules(self.plan.form, format);
+        let rule = if format.is_plain() { STEP_EXPERT_BYTES } else { STEP_EXPERT_CODES_BYTES };
+        let of_steps = chosen(self.asked.knobs.slot_kib).map_or(rule, |kib| kib << 10);
         let slot_bytes = if self.plan.form == Form::Chunk { CHUNK_EXPERT_BYTES } else { of_steps };
         let tiles = (slot_bytes / (chunk * format.granule_bytes()) / TILE_UNITS)
             .min(unit_tiles_max(tiling.rows, format.groups.is_some()));
@@ -1415,7 +1427,8 @@ impl Builder<'_> {
         }
         let parts = m.units().div_ceil(tiles * TILE_UNITS);
         let pass = m.units().div_ceil(parts);
-        self.push(id, Action::Experts { x, groups, out: out_to, pass, chunk }, Over::Items { parts, tiling });
+        let tickets = self.asked.knobs.tickets == 0;
+        self.push(id, Action::Experts { x, groups, out: out_to, pass, chunk, tickets }, Over::Items { parts, tiling });
         Ok(())
     }
 

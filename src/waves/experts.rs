@@ -1,6 +1,7 @@
 //! Owns what waves of mixtures of experts have in common: tiles, their bounds, and what a program says of a chosen matrix.
 
 use super::{Form, Layout, NormOf, Sums, Vector, Work};
+use crate::format::Format;
 use crate::ir::BufferId;
 use crate::ir::op::{Op, Role, Route};
 use crate::ir::program::{Grid, Program, Rows};
@@ -52,6 +53,12 @@ impl Tiling {
             Form::Steps | Form::Tail => few,
         }
     }
+}
+
+/// Granules of a unit in a chunk: in a step copies of 2 KiB, or of 1 KiB of codes. In a chunk of a prompt the input takes as many bytes as the weights.
+pub(super) fn expert_granules(form: Form, format: Format) -> u32 {
+    let of_plain = if format.is_plain() { 2 } else { 1 };
+    if form == Form::Chunk { of_plain } else { 2 * of_plain }
 }
 
 /// Most tiles of units whose sums a lane has. Sums of a group of codes take the place of one.

@@ -55,7 +55,9 @@
 //! Rows of a launch that chose one expert are multiplied together: what a block does then depends on the choice. Each slot of a row has a *place*, in the order of
 //! experts; a *tile* is some places of one expert. Every block counts the choices itself and finds the same places. A step copies rows to their places in the
 //! same wave; a chunk in the next one, where a block copies neighbouring places, each from the row that the wave before wrote down for it. Items (a tile, and a part of the
-//! units of its expert) are numbered, and SM `s` has item `r * sms + (s + r) mod sms` of each round `r` ([`Over::Items`]): a partition for every choice. Buffers have room for the worst
+//! units of its expert) are numbered, and each is done by the SM that draws its ticket from a counter ([`Over::Items`]): a partition for every choice, whichever SM is faster. Without tickets SM `s` has item
+//! `r * sms + (s + r) mod sms` of each round `r`. The wave that
+//! finds places sets the counters to 0, no other access of a wave meets them, and an item is computed alike by every SM. Buffers have room for the worst
 //! choice ([`Tiling::most`]). `experts.rs` has the bounds. Choices of each layer have a buffer of their own, and the proof says that they are still there
 //! when a launch has ended ([`Proven::choices`]): the check reads them.
 //!
@@ -304,7 +306,8 @@ pub enum Layout {
     Best,
     /// The results of up to this many KV splits of each row, fp32: row by row, split by split.
     Splits(u32),
-    /// The number of tiles, then a record of 16 bytes for each: its expert, and the first tile, the tiles and the slots of that expert.
+    /// The number of tiles, how many tickets are drawn for items of the first product and of the second, and a word without meaning. Then a record of 16 bytes for each tile:
+    /// its expert, and the first tile, the tiles and the slots of that expert.
     Groups(Tiling),
     /// The row of each place, 4 bytes. Places after the last row of a tile have none.
     Sources(Tiling),
@@ -383,7 +386,7 @@ pub enum Sums {
     Choice,
     /// Nothing is added up.
     Nothing,
-    /// k in `granules` granules, by warpgroups, for tiles of `tile` places.
+    /// k in `granules` granules, for tiles of `tile` places: by warpgroups in a chunk, by warps in a step.
     Experts { granules: u32, tile: u32 },
     /// Slots of a row in their order, then the shared expert.
     Slots { slots: u32, shared: bool },
@@ -457,8 +460,9 @@ pub enum Action {
     Places { choices: WorkId, groups: WorkId, places: WorkId, sources: WorkId },
     /// Of a chunk: copies rows to their places, eight neighbouring places at a time, because those lie side by side in memory.
     Fill { x: WorkId, groups: WorkId, sources: WorkId, out: WorkId },
-    /// A product of the places of each tile with the matrix of its expert. `pass` and `chunk` are as of [`Action::MatMul`].
-    Experts { x: WorkId, groups: WorkId, out: WorkId, pass: u32, chunk: u32 },
+    /// A product of the places of each tile with the matrix of its expert. `pass` and `chunk` are as of [`Action::MatMul`]. `tickets`: an item goes to the SM that draws its ticket,
+    /// otherwise to one that follows from its number.
+    Experts { x: WorkId, groups: WorkId, out: WorkId, pass: u32, chunk: u32, tickets: bool },
     /// Adds up what the experts of a row made, and the shared one. `gate`: the scores, of which one is the gate of the shared expert. `target` is the
     /// residual, or an output in fp32.
     Combine { x: WorkId, places: WorkId, shares: WorkId, shared: Option<WorkId>, gate: Option<WorkId>, target: Target },
@@ -634,6 +638,16 @@ impl Plan {
         };
         let next = (w + 1..self.waves.len()).find(|v| accesses(&self.waves[*v]) && !rows(&self.waves[*v]));
         next.is_some_and(|v| self.sums_of(v) == Some(sums))
+    }
+
+    /// Whether blocks draw tickets for items of experts.
+    pub(crate) fn has_items(&self) -> bool {
+        self.waves.iter().any(|wave| matches!(wave.action, Action::Experts { .. }))
+    }
+
+    /// Turns at items that a block is told before the first of them is forgotten: the loader of inputs is at most a slot of each turn ahead of consumers.
+    pub(crate) fn turns_told(&self) -> u32 {
+        self.machine.inputs.slots.saturating_add(2)
     }
 
     /// Bytes of the arena of activations.

@@ -391,7 +391,8 @@ impl Parser<'_> {
             }),
             "experts" => {
                 let [x, groups, out] = self.works(["x", "groups", "out"])?;
-                Ok(Action::Experts { x, groups, out, pass: self.attr_u32("pass")?, chunk: self.attr_u32("chunk")? })
+                let (pass, chunk) = (self.attr_u32("pass")?, self.attr_u32("chunk")?);
+                Ok(Action::Experts { x, groups, out, pass, chunk, tickets: self.eat("tickets") })
             }
             "combine" => {
                 let [x, places, shares] = self.works(["x", "places", "shares"])?;

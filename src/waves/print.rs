@@ -229,8 +229,9 @@ impl Action {
                 write!(f, " choices={choices} groups={groups} places={places} sources={sources}")
             }
             Action::Fill { x, groups, sources, out } => write!(f, " x={x} groups={groups} sources={sources} out={out}"),
-            Action::Experts { x, groups, out, pass, chunk } => {
-                write!(f, " x={x} groups={groups} out={out} pass={pass} chunk={chunk}")
+            Action::Experts { x, groups, out, pass, chunk, tickets } => {
+                write!(f, " x={x} groups={groups} out={out} pass={pass} chunk={chunk}")?;
+                flag(f, "tickets", tickets)
             }
             Action::Combine { x, places, shares, shared, gate, target } => {
                 write!(f, " x={x} places={places} shares={shares}")?;

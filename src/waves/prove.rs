@@ -5,8 +5,8 @@
 //! or the same KV splits. The rules below check everything else. They trust nothing that [`super::derive`] computed.
 
 use super::experts::{
-    Chosen, FILLED_PLACES, TILE_ROWS, TILE_UNITS, gather_scratch, is_combined, route_scratch, same_norm, scores_cols,
-    scores_scratch, unit_tiles_max,
+    Chosen, FILLED_PLACES, TILE_ROWS, TILE_UNITS, expert_granules, gather_scratch, is_combined, route_scratch,
+    same_norm, scores_cols, scores_scratch, unit_tiles_max,
 };
 use super::mix::{Carried, GateNorm, POSITIONS, group_channels, row_bytes, scan_cols};
 use super::{
@@ -23,7 +23,7 @@ use crate::ir::program::{Grid, Space};
 use crate::ir::{BufferId, GridId};
 use crate::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use crate::validate::{Entity, Rule, Validated, Violation};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 const NO_CHUNK: &str = "expected a plan of chunks before it";
 
@@ -149,6 +149,7 @@ fn prove_after<'a>(
         before,
         found: vec![],
         holds: BTreeMap::new(),
+        drawn: BTreeSet::new(),
         residual: None,
         grid: GridId(0),
         left: None,
@@ -290,6 +291,8 @@ struct Judge<'a> {
     before: Option<Left>,
     found: Vec<Violation>,
     holds: BTreeMap<WorkId, Value>,
+    /// Groups whose tickets are drawn, for the first product or the second. The wave that finds places makes them new.
+    drawn: BTreeSet<(WorkId, bool)>,
     /// The buffer of the residual, and the exchange that holds the same values in the program; none holds a sum between two branches.
     residual: Option<(WorkId, Option<BufferId>)>,
     /// The current grid, and the residual after the last grid that changed it.
@@ -332,6 +335,7 @@ impl Judge<'_> {
         let ring = |ring: Ring| u64::from(ring.slots) * u64::from(ring.slot_bytes);
         let rest = u64::from(m.scratch_bytes) + u64::from(m.state_bytes);
         let smem = ring(m.weights).saturating_add(ring(m.inputs)).saturating_add(rest);
+        let turn_bytes = if self.plan.has_items() { 16 * u64::from(self.plan.turns_told()) } else { 0 };
         let is_ring = |ring: Ring| ring.slots >= 2 && ring.slot_bytes > 0 && ring.slot_bytes.is_multiple_of(128);
         let capable = target.kind == TargetKind::Cuda
             && (spec.copy, spec.dot) == (CopyMechanism::Bulk, DotMechanism::Mma)
@@ -363,9 +367,10 @@ impl Judge<'_> {
             ),
             (!m.scratch_bytes.is_multiple_of(128), "expected scratch of whole cache lines"),
             // 24 bytes for a watchdog, two barriers for each slot, eight statistics for each warp, 80 bytes for a wave and 80 for its record, and the same
-            // for the next wave. Steps add four words for each row, a barrier for the pair, and three words for each of the four KV splits that a block holds at a time.
+            // for the next wave. Steps add four words for each row, a barrier for the pair, and three words for each of the four KV splits that a block holds at a time,
+            // and experts four words for each turn that a block is told.
             (
-                u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps + 352 + row_bytes + split_bytes,
+                u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps + 352 + row_bytes + split_bytes + turn_bytes,
                 "too little room for barriers",
             ),
         ];
@@ -385,7 +390,7 @@ impl Judge<'_> {
     /// What a machine needs whose tensor cores read both operands from shared memory, and whose pairs of blocks share weights.
     fn shared_machine(&self) -> [(bool, &'static str); 2] {
         let m = &self.plan.machine;
-        let experts = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::Experts { .. }));
+        let experts = self.plan.has_items();
         [
             (
                 m.pairs && self.plan.form == Form::Chunk && m.products != Products::Shared,
@@ -878,7 +883,7 @@ impl Judge<'_> {
             _ => rest,
         };
         let [wave] = rest else { return no("expected a product of experts") };
-        let Action::Experts { x, groups, out, pass, chunk } = wave.action else {
+        let Action::Experts { x, groups, out, pass, chunk, tickets } = wave.action else {
             return no("expected a product of experts");
         };
         let Layout::Grouped(tiling) = self.plan.work[x.index()].layout else {
@@ -913,6 +918,9 @@ impl Judge<'_> {
         }
         let parts = m.units().div_ceil(pass.max(1));
         self.over(wave, Over::Items { parts, tiling })?;
+        if tickets && !self.drawn.insert((groups, m.epilogue == Epilogue::Store)) {
+            return no("tickets that another wave has drawn");
+        }
         for what in self.ring_of_experts(m, format, chosen, (tiling, pass, chunk)) {
             self.violate(Rule::Ring, Some(first + waves.len() - 1), what);
         }
@@ -979,6 +987,7 @@ impl Judge<'_> {
         self.layout(places, Layout::Rows(DType::I32), slots)?;
         self.scratch(gather_scratch(experts, slots), "counts of experts")?;
         self.holds.insert(groups, Value::Groups(choices));
+        self.drawn.retain(|(of, _)| *of != groups);
         self.holds.insert(places, Value::Places(choices));
         Ok(tiling)
     }
@@ -1019,8 +1028,8 @@ impl Judge<'_> {
         let wrong = [
             (m.parts() != 1, "of units of fewer than eight rows".to_string()),
             (
-                if format.is_plain() { chunk != 2 } else { chunk != 1 },
-                "expected chunks of 64 of k, or of a granule of codes".to_string(),
+                chunk != expert_granules(self.plan.form, format),
+                "expected chunks of 64 of k, or of a granule of codes, and in a step of twice as many".to_string(),
             ),
             (
                 pass == 0 || padded / u64::from(TILE_UNITS) > tiles.into(),

@@ -845,7 +845,8 @@ int cuFuncGetAttribute(int *value, int attribute, Kernel *function) {
 int cuFuncSetAttribute(Kernel *function, int attribute, int value) {
     BOUND();
     if (attribute == 8 && value > SMEM_MAX) return INVALID_VALUE;
-    if (attribute == 8) function->smem = value;
+    // Kernels that are loaded from one image are one function here.
+    if (attribute == 8) function->smem = value > function->smem ? value : function->smem;
     else require(attribute == 14 && value == 1, "an unexpected function attribute");
     return SUCCESS;
 }

@@ -66,6 +66,8 @@ struct Ring {
 };
 static Ring rings[2]; // inputs, weights
 static std::vector<u8> work, cache;
+static std::vector<WaveTurn> told; // to this block
+static u32 drawn_of_wave;          // tickets, by all blocks
 
 static bool within(const std::vector<u8>& all, const u8* from, u32 bytes) {
   return from >= all.data() && from + bytes <= all.data() + all.size();
@@ -95,6 +97,19 @@ struct WaveLoader {
   bool met, met_last_step;
   int part, lane;
   std::vector<u32> boxes; // that this lane may copy
+  u32 turns = 0, draws = 0;
+  bool lost() const { return false; }
+  // In rounds, as blocks that are equally fast would draw; each has another place in the next round.
+  u32 draw(u32* drawn) {
+    require(met && within(work, reinterpret_cast<u8*>(drawn), 4) && *drawn == drawn_of_wave++, "a ticket of a counter that did not begin at 0");
+    ++*drawn;
+    draws++;
+    return (draws - 1) * M::SMS + (blockIdx.x + draws) % M::SMS;
+  }
+  void tell(const WaveTurn& turn) {
+    if (lane == 0) told.push_back(turn);
+    __syncwarp();
+  }
   u8* free_slot() { return slot_of(at); }
   void arrive(u32 bytes) {
     Ring& ring = ring_of<R>();
@@ -154,6 +169,11 @@ struct WaveLoader {
   void meet() { met = true; }
   void meet_last_step() { met_last_step = true; }
 };
+template <class W>
+static WaveTurn wave_turn(W& w) {
+  require(w.turns < told.size(), "a turn that is not told");
+  return told[w.turns++];
+}
 template <class R>
 static bool see(const RingCursor<R>& at) {
   const u32 chunk = at.use * R::SLOTS + at.slot;
@@ -374,6 +394,7 @@ static void consume(int thread) {
   c.barrier();
   if (!Holds<Op>::in(wave)) c.enter();
   Op::run(c, c.current());
+  require(c.turns == told.size(), "a warp was told a turn that it did not take");
   rings[0].taken[thread] = c.inputs.use * M::INPUT_SLOTS + c.inputs.slot;
   rings[1].taken[thread] = c.weights.use * M::WEIGHT_SLOTS + c.weights.slot;
 }
@@ -398,6 +419,8 @@ static void run_wave() {
   // What a block does before its first wave.
   WaveState<M>& state = wave_state<M>();
   for (u32 row = 0; M::STEPS && row < params.row_count; row++) place_row<M>(params, row);
+  told.clear();
+  if (blockIdx.x == M::SMS - 1) drawn_of_wave = 0; // the first block of a wave
   fill<M, Op, InputRing<M>>();
   fill<M, Op, WeightRing<M>>();
   used[0] = rings[0].filled * M::INPUT_BYTES, used[1] = rings[1].filled * M::WEIGHT_BYTES;

@@ -279,10 +279,7 @@ fn a_wrong_kernel_of_experts_does_not_pass_its_check() {
             "the factor of a slot",
             Fault { text: &[("share[s] = counts[s];", "share[s] = s == 1 ? 1.f : counts[s];")], ..NONE },
         ),
-        (
-            "experts of a tile",
-            Fault { text: &[("unit = of.x * UNITS + own;", "unit = (of.x ^ 1) * UNITS + own;")], ..NONE },
-        ),
+        ("experts of a tile", Fault { text: &[("unit = of.x * UNITS", "unit = (of.x ^ 1) * UNITS")], ..NONE }),
     ];
     for (what, fault) in faults {
         let Some(found) = check_prompt(&imported, 20, fault) else {

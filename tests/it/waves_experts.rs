@@ -11,7 +11,7 @@ use monobloc::model::graph::ModelGraph;
 use monobloc::rows::Shape;
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
-use monobloc::waves::{Action, Form, Layout, Plan, Proven, Target as Written, Tiling};
+use monobloc::waves::{Action, Form, Layout, Plan, Proven, Target as Written, Tiling, prove};
 
 use crate::formats::{all, named, rounded};
 use crate::nvrtc::nvrtc;
@@ -234,6 +234,14 @@ fn a_generated_kernel_of_experts_computes_its_model() {
         let validated = batch(&imported.graph, &target).unwrap_or_else(|reason| panic!("{name}: {reason}"));
         let proven =
             proven(&validated, &target, Form::Chunk, 256).unwrap_or_else(|refused| panic!("{name}: {refused}"));
+        // Of one of them blocks take items by number.
+        let mut plan = proven.plan().clone();
+        for wave in &mut plan.waves {
+            if let Action::Experts { tickets, .. } = &mut wave.action {
+                *tickets = name != "experts/hy-v3";
+            }
+        }
+        let proven = prove(plan, &validated, &target).unwrap();
         let shape = Shape::of(&validated.schedule().program).unwrap();
         let page_of: Vec<u32> = (0..shape.blocks()).map(|block| (block * 7 + 5) % shape.pages).collect();
         let text = tokens(&imported, count);
@@ -247,23 +255,27 @@ fn a_generated_kernel_of_experts_computes_its_model() {
     }
 }
 
-/// Steps of rows of two texts. A text has the bits that it has alone, whatever the experts of the other one are.
+/// Steps of rows of two texts, in bf16 and in codes whose bits are operands. A text has the bits that it has alone, whatever the experts of the other one are.
 #[test]
 fn a_row_of_experts_has_the_bits_that_it_has_alone() {
-    let name = "experts/qwen2-moe-shared";
-    let (imported, target) = (mixture(name), small());
-    let validated = batch(&imported.graph, &target).unwrap();
-    for (rows, of_first) in [(32, 20), (16, 9)] {
+    let plain = FormatPlan::default;
+    for (name, plan, rows, of_first) in [
+        ("experts/qwen2-moe-shared", plain(), 32, 20),
+        ("experts/qwen2-moe-shared", plain(), 16, 9),
+        ("experts/gpt-oss-values", all(named("mxfp4")), 32, 20),
+        ("experts/qwen3-moe", all(named("fp8")), 32, 20),
+    ] {
+        let (imported, target) = (rounded(mixture(name), &plan), small());
+        let validated = batch(&imported.graph, &target).unwrap();
         let proven = proven(&validated, &target, Form::Steps, rows).unwrap();
-        if !alone_as_together(&imported, &proven, of_first) {
+        if !alone_as_together(name, &imported, &proven, of_first) {
             return skipped("a_row_of_experts_has_the_bits_that_it_has_alone", "C++ compiler", "`c++`");
         }
     }
 }
 
 /// Compares a text of `of_first` rows, and another of the other rows of a step, with the first alone. False: there is no compiler.
-fn alone_as_together(imported: &Imported, proven: &Proven<'_>, of_first: u32) -> bool {
-    let name = "experts/qwen2-moe-shared";
+fn alone_as_together(name: &str, imported: &Imported, proven: &Proven<'_>, of_first: u32) -> bool {
     let (validated, rows) = (proven.validated(), proven.plan().rows);
     let schedule = validated.schedule();
     let shape = Shape::of(&schedule.program).unwrap();
