@@ -77,7 +77,7 @@ __device__ __forceinline__ void warpgroup_done(float (&sums)[N]) {
 // FIRST: sums begin at the product, whatever they were before.
 template <int N, bool FIRST = false>
 __device__ __forceinline__ void warpgroup_product(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
-  static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 128, "columns that there is an instruction for");
+  static_assert(N == 16 || N == 32 || N == 64 || N == 128, "columns that there is an instruction for");
 #ifndef __CUDA_ARCH__
   for (float& sum : d) sum = FIRST ? 0.f : sum;
   emulated_warpgroup_product<N>(d, a0, a1, a2, a3, smem + b, WarpgroupOperand::CORE_BYTES, WarpgroupOperand::COLUMNS_BYTES); // tests of ops on a CPU
@@ -89,10 +89,6 @@ __device__ __forceinline__ void warpgroup_product(float (&d)[N / 2], u32 a0, u32
         "%59,%60,%61,%62,%63},{%64,%65,%66,%67},%68,%69,1,1,0;"
         : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16), MONOBLOC_SUMS16(32), MONOBLOC_SUMS16(48)
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(FIRST ? 0 : 1));
-  else if constexpr (N == 8)
-    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0,%1,%2,%3},{%4,%5,%6,%7},%8,%9,1,1,0;"
-                 : MONOBLOC_SUMS4(0)
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(FIRST ? 0 : 1));
   else if constexpr (N == 16)
     asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7},{%8,%9,%10,%11},%12,%13,1,1,0;"
                  : MONOBLOC_SUMS8(0)

@@ -1378,7 +1378,7 @@ impl Builder<'_> {
     /// A product of each place with the matrix of its expert. The first one of a layer finds the places.
     fn experts(&mut self, id: GridId, grid: &Grid, m: &MatVec) -> Result<(), Refused> {
         let format = self.program.format_of(grid);
-        if !self.warpgroup_mma {
+        if self.plan.form == Form::Chunk && !self.warpgroup_mma {
             return refused(grid, "experts", "a target with products by warpgroups");
         }
         if format.is_plain() && format != Format::plain(DType::Bf16) || format.has_minima() {

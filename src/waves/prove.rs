@@ -330,8 +330,8 @@ impl Judge<'_> {
         };
         let cuts = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::AttendRow { splits: Some(_), .. }));
         let split_bytes = if cuts { 48 } else { 0 };
-        let by_warpgroups = |wave: &Wave| wave.action.is_tiles() || matches!(wave.action, Action::Experts { .. });
-        let tiles = self.plan.waves.iter().any(by_warpgroups);
+        let tiles = self.plan.waves.iter().any(|wave| wave.action.is_tiles());
+        let tiles = tiles || self.plan.form == Form::Chunk && self.plan.has_items();
         let ring = |ring: Ring| u64::from(ring.slots) * u64::from(ring.slot_bytes);
         let rest = u64::from(m.scratch_bytes) + u64::from(m.state_bytes);
         let smem = ring(m.weights).saturating_add(ring(m.inputs)).saturating_add(rest);

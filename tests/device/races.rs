@@ -75,12 +75,12 @@ template <class M>
 struct State {",
     ),
     sync(
-        "asm volatile(\"st.release.cta.shared.u32 [%0], %1;\" ::\"r\"(smem_address(word)), \"r\"(tag) : \"memory\");",
-        "atomicExch(word, tag);",
+        "asm volatile(\"st.release.cta.shared.u32 [%0], %1;\" ::\"r\"(smem_address(to)), \"r\"(word) : \"memory\");",
+        "atomicExch(to, word);",
     ),
     sync(
-        "asm volatile(\"ld.acquire.cta.shared.u32 %0, [%1];\" : \"=r\"(tag) : \"r\"(smem_address(word)) : \"memory\");",
-        "tag = atomicAdd(const_cast<u32*>(word), 0u);",
+        "asm volatile(\"ld.acquire.cta.shared.u32 %0, [%1];\" : \"=r\"(word) : \"r\"(smem_address(from)) : \"memory\");",
+        "word = atomicAdd(const_cast<u32*>(from), 0u);",
     ),
     context("volatile u32 stop;", "AtomicWord stop;"),
 ];
