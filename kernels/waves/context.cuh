@@ -126,8 +126,8 @@ struct HeldWave {
   ShareRecord record;
 };
 
-// A turn of a block at work that blocks draw tickets for, as the first warp of its loader tells the others. `nth` is written last: the turns of a launch are counted from 1. An
-// entry is used again after as many turns as inputs have slots, and two more: consumers have left the first chunk of the turn that many before, because its slot has another one.
+// A turn of a block at an item that it drew a ticket for. The first warp of its loader tells it to the other warps. It writes `nth` last, which counts the turns of a launch from 1.
+// There are two entries more than slots of inputs. So all warps have read a turn before its entry is used again: the slots of its inputs hold those of later turns.
 struct __align__(16) WaveTurn {
   u32 words[3], nth;
 };

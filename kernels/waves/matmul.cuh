@@ -805,7 +805,7 @@ struct WaveMatMul {
     float4* const met = reinterpret_cast<float4*>(scratch) + group * (E::TILES * PAIR_SUMS * 32) + at.lane; // [tile][group of k][lane]
     const auto place = [&](const typename E::Tile& to) { return ((group * N + to.i) * ROW_TILES + to.m) * 32 + at.lane; };
     // In a launch that is lost nothing is sent: no store may be on its way when a block ends, and a barrier counts at most 1 MiB.
-    const bool lost = c.patience == POLLS_WHEN_LOST;
+    const bool lost = c.lost();
     if (c.tid() == 0 && !lost) expect_bytes(paired, here * (PAIR_ROWS * 32));
     fence_before_sending();
     float2 own[E::ROUNDS][E::OWN] = {};

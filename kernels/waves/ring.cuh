@@ -128,7 +128,7 @@ __device__ __forceinline__ void wave_release_pair(WaveContext<M>& c, RingCursor<
   b.next();
 }
 
-// The next turn that the block is told; of a launch that is lost, none. By whole warps: `w` is a context or a loader.
+// Returns the next turn that the loader tells its block, or no turn if the launch is lost. Whole warps call it; `w` is a context or a loader.
 template <class W>
 __device__ __forceinline__ WaveTurn wave_turn(W& w) {
   const u32 nth = ++w.turns;
@@ -212,7 +212,7 @@ struct WaveLoader {
     }
     __syncwarp();
   }
-  // By a lane: the next ticket of a counter in device memory. What it is for was known before the blocks met, so nothing is ordered by it.
+  // Draws the next ticket of a counter in device memory. One lane calls it. It orders nothing: the blocks have met since the items were written.
   __device__ __forceinline__ u32 draw(u32* drawn) const { return take_place(drawn); }
   // Tells the other warps of the block their next turn.
   __device__ __forceinline__ void tell(const WaveTurn& turn) {

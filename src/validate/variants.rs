@@ -229,7 +229,7 @@ fn block_max(schedule: &Schedule, target: &Target, grid: &Grid, parts: u64, gran
     }
 }
 
-/// `unit` if warps hold the input of whole units of so many granules, else 0. They do so for codes of 4 bits, in steps of up to 16 rows, if the consumers have registers of the loader.
+/// `unit`, the granules of a unit, if warps hold the input of whole units; otherwise 0. They do so for codes of 4 bits in steps of up to 16 rows, if consumers have the loader's registers.
 /// With 8 rows a lane has 80 registers for it, with 16 rows 104. Each granule of its warp takes 16 of them for each 8 rows. If multiples of sums of the input are
 /// subtracted, the sum of a group takes 6, or that of the row.
 fn whole_max(schedule: &Schedule, target: &Target, grid: &Grid, granule_k: u64, unit: u64) -> u64 {

@@ -645,7 +645,7 @@ impl Plan {
         self.waves.iter().any(|wave| matches!(wave.action, Action::Experts { .. }))
     }
 
-    /// Turns at items that a block is told before the first of them is forgotten: the loader of inputs is at most a slot of each turn ahead of consumers.
+    /// How many turns at items a block remembers. The loader of inputs is ahead of consumers by as many turns as it has slots at most.
     pub(crate) fn turns_told(&self) -> u32 {
         self.machine.inputs.slots.saturating_add(2)
     }

@@ -367,8 +367,8 @@ impl Judge<'_> {
             ),
             (!m.scratch_bytes.is_multiple_of(128), "expected scratch of whole cache lines"),
             // 24 bytes for a watchdog, two barriers for each slot, eight statistics for each warp, 80 bytes for a wave and 80 for its record, and the same
-            // for the next wave. Steps add four words for each row, a barrier for the pair, and three words for each of the four KV splits that a block holds at a time,
-            // and experts four words for each turn that a block is told.
+            // for the next wave. Steps add four words for each row, a barrier for the pair, and three words for each of the four KV splits that a block holds at a time.
+            // Experts add four words for each turn that a block remembers.
             (
                 u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps + 352 + row_bytes + split_bytes + turn_bytes,
                 "too little room for barriers",
