@@ -548,6 +548,17 @@ __device__ __forceinline__ void copy_lines_in_bulk(u8* to, const u8* map, u32 li
 #endif
 }
 
+// A tile of positions of a cache by a tensor map of five dimensions (`CacheBox` of src/codegen/waves.rs): those from position 8 * `eight` on.
+__device__ __forceinline__ void copy_tile_in_bulk(u8* to, const u8* map, u32 eight, u64* full, u64 policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %2, %2, %3, %2}], [%4], %5;" ::"r"(smem_address(to)),
+      "l"(map), "r"(0), "r"(eight), "r"(smem_address(full)), "l"(policy)
+      : "memory"
+  );
+#endif
+}
+
 // Slots of weights that both blocks of a pair fill and read (`shares_weights`). A warp that has read one says so to both blocks, and a block copies to both once
 // all warps of both have. So the barriers of such slots are used at the scope of the cluster, with the fences above: an arrival that released by
 // itself would wait for all earlier stores to global memory.

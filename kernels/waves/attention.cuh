@@ -50,6 +50,33 @@ struct WaveHeads {
     return open(pair);
   }
   static __device__ __forceinline__ float2 open(u32 pair) { return make_float2(sigmoid(bf16_lo(pair)), sigmoid(bf16_hi(pair))); }
+  // Stores what a warp of a chunk has of 16 rows of a head, from `row0` on: a lane has a part of the sums of weights of rows lane / 4 and 8 further, and of row h
+  // columns 8 n + lane % 4 * 2 and the next, `value(n, h)`.
+  template <class F>
+  static __device__ __forceinline__ void leave(const WaveContext<M>& c, const Wave& e, int row0, int end_row, int head, const float (&sums)[2], F value) {
+    u8* const out = c.template work<u8>(e.out);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float sum = sums[h];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int row = row0 + c.lane() / 4 + h * 8;
+      if (row >= end_row) continue;
+      const float factor = __fdividef(1.f, sum);
+#pragma unroll
+      for (int n = 0; n < G::DIM / 8; n++) {
+        const float2 v = value(n, h);
+        float2 by = make_float2(factor, factor);
+        const int col = head * G::DIM + n * 8 + c.lane() % 4 * 2;
+        if constexpr (GATED_OF<G>) {
+          const float2 gate = gates(c, e.gate, row, col);
+          by.x *= gate.x, by.y *= gate.y;
+        }
+        u32* const to = reinterpret_cast<u32*>(out + WaveOperand<M, QUERY_COLS>::at(row, col));
+        c.template give<everywhere<M, G>()>(to, bf16_pair(v.x * by.x, v.y * by.y));
+      }
+    }
+  }
   // The first position that the row at `position` sees.
   static __device__ __forceinline__ u32 seen_from(u32 position) { return G::WINDOW && position + 1 > G::WINDOW ? position + 1 - G::WINDOW : 0; }
 };
@@ -203,12 +230,16 @@ struct WavePieces {
     static constexpr int ANGLES = HALVES ? 8 : 4;
     float weight[NORMS ? 8 : 1], cosine[ANGLES], sine[ANGLES];
     bool norms, turns;
+    Turn() = default;
     __device__ __forceinline__ Turn(const WaveContext<M>& c, const Wave& e, const Place& at)
         : norms(at.kind == 0 ? G::Q_NORM == HeadNorm::HEAD : at.kind == 1 && G::K_NORM == HeadNorm::HEAD), turns(at.live && at.kind < 2 && (!HALVES || at.lane < TURNED)) {
       if constexpr (NORMS) {
         const float* from = c.template constant<float>(at.kind == 0 ? e.q_norm : e.k_norm) + at.lane * 8;
 #pragma unroll
-        for (int k = 0; k < 8; k++) weight[k] = at.live && norms ? __ldg(from + k) : 1.f;
+        for (int k = 0; k < 8; k += 4) {
+          const float4 v = at.live && norms ? __ldg(reinterpret_cast<const float4*>(from + k)) : make_float4(1.f, 1.f, 1.f, 1.f);
+          weight[k] = v.x, weight[k + 1] = v.y, weight[k + 2] = v.z, weight[k + 3] = v.w;
+        }
       }
       const float* angle = c.template constant<float>(e.rope) + u64(at.position) * G::ROTARY + (HALVES ? at.lane % (TURNED / 2) * 8 : at.lane * 4);
 #pragma unroll
@@ -288,25 +319,40 @@ struct WaveAppend {
       if (share.row >= end) continue;
       const int all = int(end - share.row) * P::HEADS;
       constexpr int STRIDE = M::WARPS * P::HEADS_AT_ONCE;
+      const auto place_at = [&](int n) { return typename P::Place(c, int(share.row) + (n < all ? n / P::HEADS : 0), n < all ? n % P::HEADS : 0, n < all); };
+      // All loads of a round come before its first store, and so do those of heads of the next round, if registers have room: each takes the time of L2.
+      constexpr bool AHEAD = G::PARTS == 0;
+      typename P::Piece v[P::ROUNDS], next[AHEAD ? P::ROUNDS : 1];
+      const auto load_heads = [&](int first, auto& to) {
+#pragma unroll
+        for (int i = 0; i < P::ROUNDS; i++) P::head_piece(c, e, place_at(first + i * STRIDE + c.lane() / P::LANES), to[i]);
+      };
+      if constexpr (AHEAD) load_heads(c.warp() * P::HEADS_AT_ONCE, v);
 #pragma unroll 1
       for (int first = c.warp() * P::HEADS_AT_ONCE; first < all; first += P::ROUNDS * STRIDE) {
-        const auto place = [&](int i) {
-          const int n = first + i * STRIDE + c.lane() / P::LANES;
-          return typename P::Place(c, int(share.row) + (n < all ? n / P::HEADS : 0), n < all ? n % P::HEADS : 0, n < all);
-        };
-        typename P::Piece v[P::ROUNDS];
+        const auto place = [&](int i) { return place_at(first + i * STRIDE + c.lane() / P::LANES); };
+        if constexpr (!AHEAD) load_heads(first, v);
+        typename P::Turn by[P::ROUNDS];
+        u32 rows[P::ROUNDS];
 #pragma unroll
-        for (int i = 0; i < P::ROUNDS; i++) P::head_piece(c, e, place(i), v[i]);
+        for (int i = 0; i < P::ROUNDS; i++) {
+          by[i] = typename P::Turn(c, e, place(i));
+          rows[i] = P::appended_row(c, place(i));
+        }
+        if constexpr (AHEAD) load_heads(first + P::ROUNDS * STRIDE, next);
 #pragma unroll
         for (int i = 0; i < P::ROUNDS; i++) {
           const typename P::Place at = place(i);
-          const uint4 w = P::turned(c, at, typename P::Turn(c, e, at), v[i]);
+          const uint4 w = P::turned(c, at, by[i], v[i]);
           if (!at.live) continue;
           if (at.kind == 0)
             *reinterpret_cast<uint4*>(c.template work<u8>(e.out) + (u64(at.row) * H::QUERY_COLS + at.head * G::DIM + at.lane * 8) * 2) = w;
           else
-            P::append(c, e, at, P::appended_row(c, at), w);
+            P::append(c, e, at, rows[i], w);
         }
+        if constexpr (AHEAD)
+#pragma unroll
+          for (int i = 0; i < P::ROUNDS; i++) v[i] = next[i];
       }
     }
   }
@@ -510,28 +556,7 @@ struct WaveAttend {
         }
       wave_release(c, c.inputs);
     }
-    if (!live) return;
-    u8* out = c.template work<u8>(e.out);
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      float sum = r.l[h];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      const int row = row0 + g + h * 8;
-      if (row >= end_row) continue;
-      const float factor = __fdividef(1.f, sum);
-#pragma unroll
-      for (int n = 0; n < T::VALUE_TILES; n++) {
-        float2 by = make_float2(factor, factor);
-        const int col = head * G::DIM + n * 8 + t * 2;
-        if constexpr (GATED_OF<G>) {
-          const float2 gate = H::gates(c, e.gate, row, col);
-          by.x *= gate.x, by.y *= gate.y;
-        }
-        u32* const to = reinterpret_cast<u32*>(out + WaveOperand<M, H::QUERY_COLS>::at(row, col));
-        c.template give<everywhere<M, G>()>(to, bf16_pair(r.o[n][2 * h] * by.x, r.o[n][2 * h + 1] * by.y));
-      }
-    }
+    if (live) H::leave(c, e, row0, end_row, head, r.l, [&](int n, int h) { return make_float2(r.o[n][2 * h], r.o[n][2 * h + 1]); });
   }
 };
 

@@ -10,27 +10,29 @@
 //   branch       groups (1 + tiles) of 16 bytes: the number of tiles, and how many tickets blocks have drawn for the first product and for the second; then for each tile its
 //                expert, the first tile of that expert, its tiles, and its slots
 //   squares      places (rows, TOP_K)
-//   squares_out  shares (rows, TOP_K)        fp32
+//   squares_out  shares (rows, TOP_K)        fp32; of the wave that finds places of a chunk, rows of pieces
 #pragma once
 
 __device__ __forceinline__ u32 choices_of(const Wave& e) { return e.residual; }
 __device__ __forceinline__ u32 groups_of(const Wave& e) { return e.branch; }
 __device__ __forceinline__ u32 places_of(const Wave& e) { return e.squares; }
 __device__ __forceinline__ u32 shares_of(const Wave& e) { return e.squares_out; }
+__device__ __forceinline__ u32 pieces_of(const Wave& e) { return e.squares_out; }
 
-// scores: y = x W^T + bias in fp32, of 16 rows by COLUMNS columns at once: few in a step, which has few rows.
+// scores: y = x W^T + bias in fp32, of 16 rows by COLUMNS columns at once in a step, which has few rows, and of 64 in a chunk.
 //
 // x (rows, K)       bf16, in the layout of operands
 // W                 units as in ops/matvec.cuh, read from L2: a router is small
 // out (rows, ROWS)  fp32
 //
-// owner    of 16 rows and COLUMNS columns: one block. Its warps take granules in turn, and add up their sums in their order
+// owner    of these rows and columns: one block. The warps of 16 rows take granules in turn, and add up their sums in their order
 template <class M, class G>
 struct WaveScores {
   static constexpr int K_PARTS = OPERAND_ROWS / G::UNIT_ROWS, GRANULE_K = K_PARTS * 32, GRANULES = ceil_div(G::K, GRANULE_K);
   static constexpr int UNITS = ceil_div(G::ROWS, G::UNIT_ROWS), COLUMNS = G::COLUMNS, AT_ONCE = COLUMNS / G::UNIT_ROWS;
+  static constexpr int ROW_TILES = M::STEPS ? 1 : 4, K_WARPS = M::WARPS / ROW_TILES;
   // Granules of a warp that are on their way at once.
-  static constexpr int AHEAD = AT_ONCE < 4 ? 8 / AT_ONCE : 2;
+  static constexpr int AHEAD = M::STEPS ? (AT_ONCE < 4 ? 8 / AT_ONCE : 2) : 4;
   static constexpr u32 UNIT_BYTES = GRANULES * GRANULE_BYTES;
   typedef OperandPlace<G::K, M::BLOCK_ROWS, M::WARPGROUPS> X;
   static_assert(M::WARPS * 16 * COLUMNS * sizeof(float) <= M::SCRATCH_BYTES, "the sums of all warps meet");
@@ -53,11 +55,12 @@ struct WaveScores {
   }
   static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, u32 row, int first) {
     const int lane = c.lane(), g = lane / 4, t = lane % 4;
+    const u32 own = row + u32(c.warp() / K_WARPS) * 16; // of this warp
     const u8* const x = c.template work<u8>(e.x);
     const u8* const weights = c.template constant<u8>(e.weight) + lane * LANE_BYTES;
     float d[AT_ONCE][4] = {};
 #pragma unroll AHEAD
-    for (int granule = c.warp(); granule < GRANULES; granule += M::WARPS) {
+    for (int granule = c.warp() % K_WARPS; granule < GRANULES; granule += K_WARPS) {
       uint4 w[AT_ONCE];
 #pragma unroll
       for (int n = 0; n < AT_ONCE; n++) {
@@ -67,7 +70,7 @@ struct WaveScores {
 #pragma unroll
       for (int p = 0; p < K_PARTS; p++) {
         const u32 col = u32(granule * K_PARTS + p) * 32 + t * 8;
-        const uint4 a = words(x, row + g, col), b = words(x, row + g + 8, col);
+        const uint4 a = words(x, own + g, col), b = words(x, own + g + 8, col);
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
           // Rows of a granule that belong to other parts of k are multiplied as zeros.
@@ -90,12 +93,12 @@ struct WaveScores {
       }
     c.barrier();
     float* const out = c.template work<float>(e.out);
-    for (int i = c.tid(); i < 16 * COLUMNS; i += M::WARPS * 32) {
+    for (int i = c.tid(); i < ROW_TILES * 16 * COLUMNS; i += M::WARPS * 32) {
       const int r = i / COLUMNS, col = first * G::UNIT_ROWS + i % COLUMNS;
       if (col >= G::ROWS || row + r >= c.p.row_count) continue;
       float sum = 0.f;
 #pragma unroll
-      for (int w = 0; w < M::WARPS; w++) sum += met[(w * 16 + r) * COLUMNS + i % COLUMNS];
+      for (int w = 0; w < K_WARPS; w++) sum += met[((r / 16 * K_WARPS + w) * 16 + r % 16) * COLUMNS + i % COLUMNS];
       if constexpr (G::BIAS) sum += __ldg(c.template constant<float>(e.bias) + col);
       out[u64(row + r) * G::ROWS + col] = sum;
     }
@@ -237,6 +240,8 @@ struct WavePlacePieces {
     const auto word = [&](u32 t) { return *reinterpret_cast<const u32*>(x + X::at(row, col + 8 * t)); };
     return make_uint4(word(0), word(1), word(2), word(3));
   }
+  // Bytes of a row of pieces, one after another (`Layout::Pieces`).
+  static constexpr u32 ROW_BYTES = PIECES * 16;
 };
 
 // gather: of a step, finds the place of each slot of each row, and copies the row there.
@@ -296,14 +301,18 @@ struct WaveGather : WaveOrder<M, G>, WavePlacePieces<M, G> {
   }
 };
 
-// places: of a chunk, finds the place of each slot of each row, and the row of each place.
+// places: of a chunk, finds the place of each slot of each row, and the row of each place. Copies each row, so that its pieces lie side by side: in an operand, of
+// which a wave copies rows that lie anywhere, each piece is half of a sector.
 //
-// out (places)   rows. Places after the last row of a tile have none
+// x (rows, K)        bf16, in the layout of operands
+// out (places)       rows. Places after the last row of a tile have none
+// squares_out        (rows) pieces
 //
 // owner    of the places of a row: the block that has the row. The block with row 0 stores the groups
 template <class M, class G>
-struct WavePlaces : WaveOrder<M, G> {
+struct WavePlaces : WaveOrder<M, G>, WavePlacePieces<M, G> {
   typedef WaveOrder<M, G> O;
+  typedef WavePlacePieces<M, G> P;
 
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
@@ -313,10 +322,30 @@ struct WavePlaces : WaveOrder<M, G> {
       const Share share = shares[s];
       const u32 end = min(share.row + share.rows, c.p.row_count);
       if (share.row >= end) continue;
+      copy(c, e, share.row, end);
       O::begin(c, e, share.row);
       if (c.warp() == 0) settle(c, e, share.row * G::TOP_K, end * G::TOP_K);
       c.barrier();
       if (share.row == 0) O::tell(c, e);
+    }
+  }
+  // Eight rows at a time, whose pieces are whole lines of an operand.
+  static __device__ __forceinline__ void copy(const WaveContext<M>& c, const Wave& e, u32 from, u32 end) {
+    constexpr int ACROSS = P::THREADS / 8, AT_ONCE = 8;
+    const u8* const x = c.template work<u8>(e.x);
+    u8* const out = c.template work<u8>(pieces_of(e));
+#pragma unroll 1
+    for (u32 row = from / 8 * 8 + u32(c.tid()) % 8; row < end; row += 8) {
+      if (row < from) continue;
+#pragma unroll 1
+      for (int first = c.tid() / 8; first < P::PIECES; first += AT_ONCE * ACROSS) {
+        uint4 held[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) held[k] = P::piece(x, row, min(first + k * ACROSS, P::PIECES - 1));
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+          if (first + k * ACROSS < P::PIECES) *reinterpret_cast<uint4*>(out + u64(row) * P::ROW_BYTES + (first + k * ACROSS) * 16) = held[k];
+      }
     }
   }
   // By the warp that numbered tiles: pairs of a row and a slot in their order, 32 at a time.
@@ -350,7 +379,7 @@ struct WavePlaces : WaveOrder<M, G> {
 
 // fill: of a chunk, copies the row of each place there.
 //
-// x (rows, K)      bf16, in the layout of operands
+// x (rows)         pieces of K columns, side by side
 // residual         sources (places): rows
 // out (tiles)      TILE places of K columns, in the layout that warpgroups read
 //
@@ -361,6 +390,8 @@ struct WaveFill : WavePlacePieces<M, G> {
   typedef WavePlacePieces<M, G> P;
   static constexpr u32 PLACES = 8, OF_TILE = G::TILE / PLACES;
   static constexpr int ACROSS = P::THREADS / int(PLACES), EACH = ceil_div(P::PIECES, ACROSS), AT_ONCE = EACH < 8 ? EACH : 8; // pieces of a thread
+  static constexpr int GROUPS = 2; // of eight places, at once: their rows lie anywhere, so each load takes the time of L2
+  static constexpr u32 NO_ROW = ~0u;
 
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
@@ -371,21 +402,40 @@ struct WaveFill : WavePlacePieces<M, G> {
     u8* const out = c.template work<u8>(e.out);
     const u32 count = all[0].x * OF_TILE, own = u32(c.tid()) % PLACES;
     const int first = c.tid() / int(PLACES);
-#pragma unroll 1
-    for (u32 n = blockIdx.x; n < count; n += M::SMS) {
+    // The row of this thread's place of eight.
+    const auto row_of = [&](u32 n) {
+      if (n >= count) return NO_ROW;
       const u32 tile = n / OF_TILE, place = n % OF_TILE * PLACES + own;
       const uint4 group = all[1 + tile];
-      if (place >= group.w - (tile - group.y) * G::TILE) continue;
-      const u32 row = min(sources[tile * G::TILE + place], c.p.row_count - 1);
+      return place < group.w - (tile - group.y) * G::TILE ? sources[tile * G::TILE + place] : NO_ROW;
+    };
+    u32 rows[GROUPS];
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) rows[i] = row_of(blockIdx.x + i * M::SMS);
+#pragma unroll 1
+    for (u32 n = blockIdx.x; n < count; n += GROUPS * M::SMS) {
+      u32 next[GROUPS] = {};
 #pragma unroll 1
       for (int from = first; from < P::PIECES; from += AT_ONCE * ACROSS) {
-        uint4 held[AT_ONCE];
+        uint4 held[GROUPS][AT_ONCE];
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) held[k] = P::piece(x, row, min(from + k * ACROSS, P::PIECES - 1));
+        for (int i = 0; i < GROUPS; i++)
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; k++)
-          if (from + k * ACROSS < P::PIECES) *reinterpret_cast<uint4*>(out + P::Out::at(tile * G::TILE + place, P::column(from + k * ACROSS))) = held[k];
+          for (int k = 0; k < AT_ONCE; k++)
+            held[i][k] = *reinterpret_cast<const uint4*>(x + u64(min(rows[i], c.p.row_count - 1)) * P::ROW_BYTES + min(from + k * ACROSS, P::PIECES - 1) * 16);
+        // Asked for before the stores, behind which loads would wait.
+        if (from == first)
+#pragma unroll
+          for (int i = 0; i < GROUPS; i++) next[i] = row_of(n + (GROUPS + i) * M::SMS);
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++)
+#pragma unroll
+          for (int k = 0; k < AT_ONCE; k++)
+            if (rows[i] != NO_ROW && from + k * ACROSS < P::PIECES)
+              *reinterpret_cast<uint4*>(out + P::Out::at((n + i * M::SMS) * PLACES + own, P::column(from + k * ACROSS))) = held[i][k];
       }
+#pragma unroll
+      for (int i = 0; i < GROUPS; i++) rows[i] = next[i];
     }
   }
 };
@@ -572,10 +622,17 @@ struct WaveExperts {
     else
       pass_plain<PLACES>(c, e, item);
   }
+  // Which unit of a pass a warp has as its i-th of a tile. If a chunk has two tiles, the four units of a warp are those whose columns a lane stores at once: four side by side,
+  // or of gated ones every second of eight.
+  static constexpr bool TOGETHER_STORED = !M::STEPS && TILES == 2;
+  static __device__ __forceinline__ int unit_of(const WaveContext<M>& c, int tile, int i) {
+    if constexpr (!TOGETHER_STORED) return tile * TILE_UNITS + c.warp() * 2 + i;
+    return GATED ? c.warp() / 2 * 8 + c.warp() % 2 + 2 * (tile * 2 + i) : c.warp() * 4 + tile * 2 + i;
+  }
   static __device__ __forceinline__ void load_tile(const u8* w, int span, int tile, bool exists, const WaveContext<M>& c, uint4 (&a)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      a[i] = *reinterpret_cast<const uint4*>(w + (tile * TILE_UNITS + c.warp() * 2 + i) * UNIT_PITCH + span * GRANULE + c.lane() * 16);
+      a[i] = *reinterpret_cast<const uint4*>(w + unit_of(c, tile, i) * UNIT_PITCH + span * GRANULE + c.lane() * 16);
       // Memory that no chunk has filled may hold NaN.
       if (!exists) a[i] = make_uint4(0, 0, 0, 0);
     }
@@ -662,7 +719,7 @@ struct WaveExperts {
       for (int n = 0; n < TILES; n++) {
         typename Codes::WideHeld held[2];
 #pragma unroll
-        for (int i = 0; i < 2; i++) held[i].read(w + (n * TILE_UNITS + c.warp() * 2 + i) * UNIT_PITCH, lane, lane / 4);
+        for (int i = 0; i < 2; i++) held[i].read(w + unit_of(c, n, i) * UNIT_PITCH, lane, lane / 4);
         const auto scale = [&](int run) {
           auto& sums = own[run % SETS];
           warpgroup_done(sums);
@@ -752,7 +809,7 @@ struct WaveExperts {
     const int lane = c.lane();
     typename Codes::WideHeld held[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) held[i].read(w + (n * TILE_UNITS + c.warp() * 2 + i) * UNIT_PITCH, lane, lane / 4);
+    for (int i = 0; i < 2; i++) held[i].read(w + unit_of(c, n, i) * UNIT_PITCH, lane, lane / 4);
 #pragma unroll
     for (int run = 0; run < RUNS; run++) {
       float own[PLACES / 2] = {};
@@ -804,37 +861,71 @@ struct WaveExperts {
     // Computed again here, so that the loop above has no registers for it.
     const int lane = made_here(c.lane()), t = lane % 4;
     u8* const out = c.template work<u8>(e.out);
+    // Two columns of a unit, of place lane / 4 of eight.
+    const auto column = [&](u32 unit) { return (item.own + unit) * (GATED ? 4 : G::UNIT_ROWS) + u32(t * 2); };
+    const auto stores = [&](u32 unit) { return unit < item.units && column(unit) < u32(COLS) && (!GATED || t < 2); };
+    const auto settled = [&](int n, int i, int j) {
+      const u32 of_matrix = (item.unit + min(u32(unit_of(c, n, i)), item.units - 1)) * G::UNIT_ROWS + u32(t * 2);
+      float2 y = transposed(d[n][4 * j + 2 * i], d[n][4 * j + 2 * i + 1]);
+      if constexpr (Codes::ROW_SCALES) {
+        const float2 scale = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.row_scales) + of_matrix));
+        y.x *= scale.x, y.y *= scale.y;
+      }
+      if constexpr (G::BIAS) {
+        const float2 bias = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + of_matrix));
+        y.x += bias.x, y.y += bias.y;
+      }
+      if constexpr (GATED) {
+        const float2 up = make_float2(__shfl_xor_sync(~0u, y.x, 2), __shfl_xor_sync(~0u, y.y, 2));
+        y = made(y, up);
+      }
+      if constexpr (G::EPILOGUE == Epilogue::ACT) y = make_float2(activate<G::ACT>(y.x), activate<G::ACT>(y.y));
+      const u32 pair = bf16_pair(y.x, y.y);
+      return G::EPILOGUE == Epilogue::STORE ? pair : times_power<G::OUT_POWER>(pair);
+    };
+    const auto to = [&](u32 place, u32 col) {
+      if constexpr (G::EPILOGUE == Epilogue::STORE) return out + (u64(place) * COLS + col) * 2;
+      return out + Out::at(place, col);
+    };
 #pragma unroll
-    for (int n = 0; n < TILES; n++)
+    for (int j = 0; j < PLACES / 8; j++) {
+      const u32 row = u32(j * 8 + lane / 4), place = item.tile * G::TILE + row;
+      const bool exists = row < item.rows;
+      u32 pairs[2 * TILES];
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const u32 unit = u32(n * TILE_UNITS + c.warp() * 2 + i);
-        if (unit >= item.units) continue;
-        float2 scale = make_float2(1.f, 1.f), bias = make_float2(0.f, 0.f);
-        const u32 of_matrix = (item.unit + unit) * G::UNIT_ROWS + u32(t * 2);
-        if constexpr (Codes::ROW_SCALES) scale = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.row_scales) + of_matrix));
-        if constexpr (G::BIAS) bias = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.bias) + of_matrix));
-        const u32 col = (item.own + unit) * (GATED ? 4 : G::UNIT_ROWS) + u32(t * 2);
-        const bool stores = col < u32(COLS) && (!GATED || t < 2);
-#pragma unroll
-        for (int j = 0; j < PLACES / 8; j++) {
-          const u32 row = u32(j * 8 + lane / 4);
-          float2 y = transposed(d[n][4 * j + 2 * i], d[n][4 * j + 2 * i + 1]);
-          if constexpr (Codes::ROW_SCALES) y.x *= scale.x, y.y *= scale.y;
-          if constexpr (G::BIAS) y.x += bias.x, y.y += bias.y;
-          if constexpr (GATED) {
-            const float2 up = make_float2(__shfl_xor_sync(~0u, y.x, 2), __shfl_xor_sync(~0u, y.y, 2));
-            y = made(y, up);
-          }
-          if constexpr (G::EPILOGUE == Epilogue::ACT) y = make_float2(activate<G::ACT>(y.x), activate<G::ACT>(y.y));
-          if (!stores || row >= item.rows) continue;
-          const u32 place = item.tile * G::TILE + row;
-          if constexpr (G::EPILOGUE == Epilogue::STORE)
-            *reinterpret_cast<u32*>(out + (u64(place) * COLS + col) * 2) = bf16_pair(y.x, y.y);
-          else
-            *reinterpret_cast<u32*>(out + Out::at(place, col)) = times_power<G::OUT_POWER>(bf16_pair(y.x, y.y));
+      for (int k = 0; k < 2 * TILES; k++) pairs[k] = settled(k / 2, k % 2, j);
+      if constexpr (TOGETHER_STORED && GATED) {
+        // The four columns of every second unit are those that a piece of an operand has: if all exist, and begin a span of 32.
+        const u32 last = u32(unit_of(c, 1, 1));
+        if (last < item.units && item.own % 8 == 0 && column(last) < u32(COLS)) {
+          if (exists && t < 2) *reinterpret_cast<uint4*>(to(place, column(u32(unit_of(c, 0, 0))))) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+          continue;
         }
       }
+      if constexpr (TOGETHER_STORED && G::EPILOGUE == Epilogue::STORE && COLS % 8 == 0) {
+        if (u32(c.warp()) * 4 + 3 < item.units) {
+          // Lane t takes unit t of four, of which four lanes have two columns each.
+          const bool high = t & 2, odd = t & 1;
+          const u32 given[2] = {high ? pairs[0] : pairs[2], high ? pairs[1] : pairs[3]};
+          u32 own[2][2] = {{high ? pairs[2] : pairs[0], 0}, {high ? pairs[3] : pairs[1], 0}}; // of units t & 2 and the next: columns of lane t & 1, and of the one two further
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            const u32 other = __shfl_xor_sync(~0u, given[i], 2);
+            own[i][1] = high ? own[i][0] : other;
+            own[i][0] = high ? other : own[i][0];
+          }
+          const u32 first = __shfl_xor_sync(~0u, odd ? own[0][0] : own[1][0], 1), second = __shfl_xor_sync(~0u, odd ? own[0][1] : own[1][1], 1);
+          const uint4 piece = odd ? make_uint4(first, own[1][0], second, own[1][1]) : make_uint4(own[0][0], first, own[0][1], second);
+          if (exists) *reinterpret_cast<uint4*>(to(place, (item.own + u32(c.warp()) * 4 + t) * G::UNIT_ROWS)) = piece;
+          continue;
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < 2 * TILES; k++) {
+        const u32 unit = u32(unit_of(c, k / 2, k % 2));
+        if (exists && stores(unit)) *reinterpret_cast<u32*>(to(place, column(unit))) = pairs[k];
+      }
+    }
   }
   static __device__ __forceinline__ float2 made(float2 gate, float2 up) {
     if constexpr (G::EPILOGUE == Epilogue::CLAMPED)

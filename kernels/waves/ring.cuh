@@ -249,6 +249,12 @@ struct WaveLoader {
       copy_lines_in_bulk(to, p.boxes + box * 128, line, unit, full, hint);
 #endif
   }
+  // A tile of a cache, of `bytes` bytes, from position 8 * `eight` of its pools on.
+  __device__ __forceinline__ void copy_tile(u8* to, u32 box, u32 eight, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    if (!lost()) copy_tile_in_bulk(to, p.boxes + box * 128, eight, &state().full[R::FIRST + at.slot], hint);
+#endif
+  }
   // Before a copy of what waves wrote before the last meeting.
   __device__ __forceinline__ void meet() { meet(step * M::MEETINGS + meetings); }
   // Before a copy of what this wave wrote in the step before: until the first meeting after it.

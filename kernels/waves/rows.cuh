@@ -104,22 +104,6 @@ struct WaveRows {
   static_assert(PARTS == 1 || !G::OUT || G::NORM == Norm::RMS, "the factor of a norm is all that is left to the product");
   static constexpr int WARPS = WANTED <= 1 ? 1 : WANTED <= 2 ? 2 : WANTED <= 4 ? 4 : WANTED <= 8 ? 8 : M::WARPS, STRIDE_LANES = WARPS * 32, STRIDE = STRIDE_LANES * 8, GROUPS = M::WARPS / WARPS;
 
-  template <class R>
-  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
-  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
-    const HeldShares<M> shares(c);
-    u32 round = 0;
-    for (u32 s = 0; s < shares.count; s++) {
-      const Share share = shares[s];
-      const u32 end = min(share.row + share.rows, c.p.row_count);
-      for (u32 part = share.lo; part < share.hi; part++)
-#pragma unroll 1
-        for (u32 row = share.row; row < end; row += GROUPS, round++) {
-          const u32 mine = row + u32(c.warp() / WARPS);
-          one(c, e, int(min(mine, end - 1)), int(part), mine < end, round & 1);
-        }
-    }
-  }
   // Over all warps of the row. All warps of the block come here.
   static __device__ __forceinline__ float row_sum(WaveContext<M>& c, u32 round, int which, float v) {
     v = warp_sum(v);
@@ -141,6 +125,35 @@ struct WaveRows {
     for (int i = 0; i < CHUNKS; i++) {
       const int at = i * STRIDE + c.tid() % STRIDE_LANES * 8, col = part * PART_COLS + at;
       if ((PART_COLS % STRIDE == 0 || at < PART_COLS) && (PARTS * PART_COLS == H || col < H)) f(i, col);
+    }
+  }
+  // Whether a row is loaded while the one before it is normalised: of a chunk, if the residual is all that is read.
+  static constexpr bool AHEAD = !M::STEPS && !G::EMBED && !G::TAKE && !G::BRANCH;
+
+  template <class R>
+  static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
+  static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
+    const HeldShares<M> shares(c);
+    u32 round = 0;
+    for (u32 s = 0; s < shares.count; s++) {
+      const Share share = shares[s];
+      const u32 end = min(share.row + share.rows, c.p.row_count);
+      for (u32 part = share.lo; part < share.hi; part++) {
+        const auto mine = [&](u32 row) { return row + u32(c.warp() / WARPS); };
+        Held x = {};
+        if (AHEAD && share.row < end) load_residual(c, e, min(mine(share.row), end - 1), part, x);
+#pragma unroll 1
+        for (u32 row = share.row; row < end; row += GROUPS, round++) {
+          Held next = {};
+          if (AHEAD && row + GROUPS < end) load_residual(c, e, min(mine(row + GROUPS), end - 1), part, next);
+          one(c, e, int(min(mine(row), end - 1)), int(part), mine(row) < end, round & 1, x);
+          if (AHEAD)
+#pragma unroll
+            for (int i = 0; i < CHUNKS; i++)
+#pragma unroll
+              for (int k = 0; k < 8; k++) x[i][k] = next[i][k];
+        }
+      }
     }
   }
   // Over whole rows.
@@ -177,10 +190,14 @@ struct WaveRows {
     }
     return token;
   }
-  static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, int row, int part, bool live, u32 round) {
+  static __device__ __forceinline__ void load_residual(const WaveContext<M>& c, const Wave& e, u32 row, u32 part, Held& x) {
+    const float* const from = c.template work<float>(e.residual) + u64(row) * H;
+    each_of(c, int(part), [&](int i, int col) { load8(from + col, x[i]); });
+  }
+  // If AHEAD, `x` is the residual of the row.
+  static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, int row, int part, bool live, u32 round, Held& x) {
     const auto each = [&](auto f) { each_of(c, part, f); };
     float* residual = c.template work<float>(e.residual) + u64(row) * H;
-    Held x = {};
     if constexpr (G::EMBED) {
       const WaveTable<M, G> table(c.template constant<u8>(e.table), u32(token_of(c, row, part)));
       each([&](int i, int col) {
@@ -188,7 +205,7 @@ struct WaveRows {
 #pragma unroll
         for (int k = 0; k < 8; k++) x[i][k] *= G::EMBED_SCALE;
       });
-    } else {
+    } else if constexpr (!AHEAD) {
       const float* from = residual;
       if constexpr (G::TAKE) from = c.p.taken + u64(__ldg(&c.p.rows[row].from)) * H;
       each([&](int i, int col) { load8(from + col, x[i]); });

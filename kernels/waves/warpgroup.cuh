@@ -11,6 +11,7 @@
 
 struct WarpgroupOperand {
   static constexpr u32 CORE_BYTES = 128, COLUMNS_BYTES = 512;
+  static constexpr bool TRANSPOSED = false; // columns are along memory, not k
   // B where it begins, as the instruction wants it: not swizzled.
   static __device__ __forceinline__ u64 at(const u8* from) {
 #ifndef __CUDA_ARCH__
@@ -27,6 +28,9 @@ struct WarpgroupOperand {
     return at + (bytes >> 4);
 #endif
   }
+  // Where the instruction has an element, from `at(..)` on, and what a swizzle makes of a place.
+  static __device__ __forceinline__ u32 element(u32 k, u32 column) { return k / 8 * CORE_BYTES + column / 8 * COLUMNS_BYTES + column % 8 * 16 + k % 8 * 2; }
+  static __device__ __forceinline__ u64 place(u64 at) { return at; }
 };
 
 // Two granules of plain weights of each unit, one unit after another, as a box of a tensor map brings them: of 8 rows of 64 bytes that begin at a multiple of 512,
@@ -74,36 +78,36 @@ __device__ __forceinline__ void warpgroup_done(float (&sums)[N]) {
 #define MONOBLOC_SUMS4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define MONOBLOC_SUMS8(i) MONOBLOC_SUMS4(i), MONOBLOC_SUMS4(i + 4)
 #define MONOBLOC_SUMS16(i) MONOBLOC_SUMS4(i), MONOBLOC_SUMS4(i + 4), MONOBLOC_SUMS4(i + 8), MONOBLOC_SUMS4(i + 12)
-// FIRST: sums begin at the product, whatever they were before.
-template <int N, bool FIRST = false>
+// FIRST: sums begin at the product, whatever they were before. B says how the right operand lies in shared memory.
+template <int N, bool FIRST = false, class B = WarpgroupOperand>
 __device__ __forceinline__ void warpgroup_product(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
   static_assert(N == 16 || N == 32 || N == 64 || N == 128, "columns that there is an instruction for");
 #ifndef __CUDA_ARCH__
   for (float& sum : d) sum = FIRST ? 0.f : sum;
-  emulated_warpgroup_product<N>(d, a0, a1, a2, a3, smem + b, WarpgroupOperand::CORE_BYTES, WarpgroupOperand::COLUMNS_BYTES); // tests of ops on a CPU
+  emulated_warpgroup_product<N, B>(d, a0, a1, a2, a3, b); // tests of ops on a CPU
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if constexpr (N == 128)
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"
         "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,"
-        "%59,%60,%61,%62,%63},{%64,%65,%66,%67},%68,%69,1,1,0;"
+        "%59,%60,%61,%62,%63},{%64,%65,%66,%67},%68,%69,1,1,%70;"
         : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16), MONOBLOC_SUMS16(32), MONOBLOC_SUMS16(48)
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(FIRST ? 0 : 1));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(FIRST ? 0 : 1), "n"(B::TRANSPOSED ? 1 : 0));
   else if constexpr (N == 16)
-    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7},{%8,%9,%10,%11},%12,%13,1,1,0;"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7},{%8,%9,%10,%11},%12,%13,1,1,%14;"
                  : MONOBLOC_SUMS8(0)
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(FIRST ? 0 : 1));
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(FIRST ? 0 : 1), "n"(B::TRANSPOSED ? 1 : 0));
   else if constexpr (N == 32)
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},{%16,%17,%18,%19},%20,%21,1,1,0;"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},{%16,%17,%18,%19},%20,%21,1,1,%22;"
         : MONOBLOC_SUMS16(0)
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(FIRST ? 0 : 1));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(FIRST ? 0 : 1), "n"(B::TRANSPOSED ? 1 : 0));
   else
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"
-        "%24,%25,%26,%27,%28,%29,%30,%31},{%32,%33,%34,%35},%36,%37,1,1,0;"
+        "%24,%25,%26,%27,%28,%29,%30,%31},{%32,%33,%34,%35},%36,%37,1,1,%38;"
         : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16)
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(FIRST ? 0 : 1));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(FIRST ? 0 : 1), "n"(B::TRANSPOSED ? 1 : 0));
 #endif
 }
 // D(64 x N) += A B with both operands in shared memory: A as B above, of 64 rows; B as granules of weights (`SwizzledOperand`).

@@ -83,6 +83,9 @@ pub const WAVES_HEADERS: [(&str, &str); 9] = [
     ("waves/kernel.cuh", include_str!("../../kernels/waves/kernel.cuh")),
 ];
 
+/// The header that only kernels of chunks include whose attention is done by warpgroups, after the master header.
+pub const ATTEND_HEADERS: [(&str, &str); 1] = [("waves/attend.cuh", include_str!("../../kernels/waves/attend.cuh"))];
+
 /// The header that only wave kernels with experts include, after the master header.
 pub const EXPERTS_HEADERS: [(&str, &str); 1] = [("waves/experts.cuh", include_str!("../../kernels/waves/experts.cuh"))];
 

@@ -7,12 +7,12 @@ use super::emit::{
 };
 use super::kernel_struct::kernel_struct;
 use super::{
-    CONVOLVE_HEADERS, EXPERTS_HEADERS, Float, HEADERS, KernelSource, NET_HEADERS, ROWS_HEADERS, SCAN_HEADERS,
-    STATE_HEADERS, WAVES_HEADERS,
+    ATTEND_HEADERS, CONVOLVE_HEADERS, EXPERTS_HEADERS, Float, HEADERS, KernelSource, NET_HEADERS, ROWS_HEADERS,
+    SCAN_HEADERS, STATE_HEADERS, WAVES_HEADERS,
 };
 use crate::digest::Digest;
 use crate::format::{Code, Format};
-use crate::ir::layout::{Held, Matrix, PLACE_ALIGN_BYTES, held, matrices};
+use crate::ir::layout::{Held, Matrix, PLACE_ALIGN_BYTES, cache_row_bytes, held, matrices};
 use crate::ir::op::{Combine, Convolve, Epilogue, MatVec, Mix, NormAttr, Op, Role, Scan};
 use crate::ir::program::{Grid, Program, Rows, Space};
 use crate::ir::{BufferId, GridId};
@@ -186,6 +186,21 @@ pub struct WaveTables {
     pub records: Vec<ShareRecord>,
     /// Of each matrix that is copied in boxes three, as `load_weights` of waves/matmul.cuh takes them. If they are swizzled, one.
     pub boxes: Vec<WeightBox>,
+    /// After them, of attention by warpgroups: keys and values of a layer.
+    pub caches: Vec<CacheBox>,
+}
+
+/// A box of positions of a cache that one copy brings: 64 neighbouring ones of a pool, from a multiple of eight on, as `TileOperand` of waves/attend.cuh says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct CacheBox {
+    /// Where the pools of all KV heads begin in the cache, bytes.
+    pub place: u64,
+    /// Positions of all pools.
+    pub rows: u64,
+    /// Bytes of a position, whole lines of 128.
+    pub row_bytes: u32,
+    pub reserved: u32,
 }
 
 /// A box of weights that one copy brings: a piece of each of some units, side by side.
@@ -211,11 +226,12 @@ const LINE_BYTES: u32 = 64;
 impl WaveTables {
     /// Of every byte that is uploaded.
     pub fn digest(&self) -> Digest {
-        let parts: [&[u8]; 4] = [
+        let parts: [&[u8]; 5] = [
             bytemuck::cast_slice(&self.waves),
             bytemuck::cast_slice(&self.shares),
             bytemuck::cast_slice(&self.records),
             bytemuck::cast_slice(&self.boxes),
+            bytemuck::cast_slice(&self.caches),
         ];
         Digest::of(format!("{:?}", parts.map(Digest::of)).as_bytes())
     }
@@ -312,10 +328,11 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             let members = attention_members(schedule, wave.grid, a, 0) + &gate_member(grid);
             ("WaveAppend", format!("{members}int PARTS = {}\nbool PACKETS = false\n", parts_of(plan, *x)))
         }
-        (Action::Attend { out, tile, gate, .. }, Op::Attention(a)) => {
+        (Action::Attend { out, tile, wide, gate, .. }, Op::Attention(a)) => {
             let members = format!("{}int TILE = {tile}\n", attention_members(schedule, wave.grid, a, 0));
             let home = everywhere_member(plan, "EVERYWHERE", *out);
-            ("WaveAttend", members + &home + &gate_members(plan, grid, *gate))
+            let name = if *wide { "WaveAttendWide" } else { "WaveAttend" };
+            (name, members + &home + &gate_members(plan, grid, *gate))
         }
         (&Action::AttendRow { x, out, tile, splits }, Op::Attention(a)) => {
             let members = attention_members(schedule, wave.grid, a, 0) + &gate_member(grid);
@@ -364,10 +381,13 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             );
             ("WaveGather", members)
         }
-        (Action::Places { choices, sources, .. }, Op::MatVec(_)) => {
+        (Action::Places { choices, sources, .. }, Op::MatVec(m)) => {
             let (experts, slots) = (experts_of(proven, grid), plan.work[choices.index()].cols);
             let tile = tiling_of(plan, *sources).rows;
-            ("WavePlaces", format!("int EXPERTS = {experts}\nint TOP_K = {slots}\nint TILE = {tile}\n"))
+            (
+                "WavePlaces",
+                format!("int K = {}\nint EXPERTS = {experts}\nint TOP_K = {slots}\nint TILE = {tile}\n", m.k),
+            )
         }
         (Action::Fill { out, .. }, Op::MatVec(m)) => {
             ("WaveFill", format!("int K = {}\nint TILE = {}\n", m.k, tiling_of(plan, *out).rows))
@@ -692,6 +712,8 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
     let of = |which: fn(&Op) -> bool| plan.waves.iter().any(|wave| which(&grid_of(proven, wave.grid).op));
     let (nets, scans) = (of(|op| matches!(op, Op::Mix(_))), of(|op| matches!(op, Op::Scan(_))));
     let experts = if experts { &EXPERTS_HEADERS[..] } else { &[] };
+    let wide = has(|action| matches!(action, Action::Attend { wide: true, .. }));
+    let attends = if wide { &ATTEND_HEADERS[..] } else { &[] };
     let convolves = has(|action| matches!(action, Action::ShortConv { .. }));
     let states = [
         (nets || scans || convolves, &STATE_HEADERS[..]),
@@ -700,7 +722,7 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
         (convolves, &CONVOLVE_HEADERS[..]),
     ];
     let states = states.into_iter().filter(|(has, _)| *has).flat_map(|(_, headers)| headers);
-    for (name, _) in experts.iter().chain(states.clone()) {
+    for (name, _) in attends.iter().chain(experts).chain(states.clone()) {
         line!("#include \"{name}\"");
     }
     line!();
@@ -758,6 +780,7 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
             .iter()
             .chain(&ROWS_HEADERS)
             .chain(&WAVES_HEADERS)
+            .chain(attends)
             .chain(experts)
             .chain(states)
             .map(|(n, t)| (n.to_string(), t.to_string()))
@@ -788,11 +811,19 @@ pub fn encode(proven: &Proven<'_>, device: u32) -> WaveTables {
             }
         });
     let waves = entries.collect();
-    let mut tables = WaveTables { waves, shares: vec![], records: vec![], boxes: vec![] };
+    let mut tables = WaveTables { waves, shares: vec![], records: vec![], boxes: vec![], caches: vec![] };
     for (entry, wave) in tables.waves.iter_mut().zip(&plan.waves) {
         if let Some(boxes) = boxes_of(proven, &held, wave) {
             entry.branch_bias = tables.boxes.len() as u32;
             tables.boxes.extend(boxes);
+        }
+    }
+    for (entry, wave) in tables.waves.iter_mut().zip(&plan.waves) {
+        if matches!(wave.action, Action::Attend { wide: true, .. }) {
+            let at = |place: u32| cache_box(proven, wave.grid, place);
+            let of = [at(entry.k_cache), at(entry.v_cache)];
+            entry.branch_bias = (tables.boxes.len() + tables.caches.len()) as u32;
+            tables.caches.extend(of);
         }
     }
     let each = (plan.machine.sms / plan.machine.devices) as usize;
@@ -836,6 +867,16 @@ fn boxes_of(proven: &Proven<'_>, held: &Held, wave: &PlanWave) -> Option<Vec<Wei
     let line_bytes = if proven.plan().machine.products == Products::Shared { LINE_BYTES } else { 0 };
     let of = |&box_units: &u32| WeightBox { place, units, unit_bytes, box_units, piece_bytes, line_bytes, reserved: 0 };
     (!wave.boxes.is_empty()).then(|| wave.boxes.iter().map(of).collect())
+}
+
+/// The box of the pools that begin `place` times 256 bytes into the cache.
+fn cache_box(proven: &Proven<'_>, grid: GridId, place: u32) -> CacheBox {
+    let program = &proven.validated().schedule().program;
+    let Op::Attention(a) = &grid_of(proven, grid).op else { unreachable!("prove: a wave of attention") };
+    let shape = Shape::of(program).expect("validate: a batch kernel has tables");
+    let rows = u64::from(a.kv_heads()) * u64::from(shape.pages) * u64::from(shape.page_rows);
+    let row_bytes = cache_row_bytes(a.head_dim, program.precision.cache);
+    CacheBox { place: u64::from(place) * PLACE_ALIGN_BYTES, rows, row_bytes, reserved: 0 }
 }
 
 /// A wave without operands.
@@ -983,11 +1024,17 @@ fn entry(proven: &Proven<'_>, (held, matrices): (&Held, &[Option<Matrix>]), wave
             k_cache: work(places),
             ..none
         },
-        Action::Places { choices, groups, places, sources } => {
-            Wave { out: work(sources), residual: work(choices), branch: work(groups), k_cache: work(places), ..none }
-        }
-        Action::Fill { x, groups, sources, out } => {
-            Wave { x: work(x), out: work(out), branch: work(groups), residual: work(sources), ..none }
+        Action::Places { x, choices, groups, places, sources, pieces } => Wave {
+            x: work(x),
+            out: work(sources),
+            residual: work(choices),
+            branch: work(groups),
+            k_cache: work(places),
+            v_cache: work(pieces),
+            ..none
+        },
+        Action::Fill { pieces, groups, sources, out } => {
+            Wave { x: work(pieces), out: work(out), branch: work(groups), residual: work(sources), ..none }
         }
         Action::Experts { x, groups, out, .. } => Wave {
             x: work(x),

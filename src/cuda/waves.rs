@@ -14,7 +14,7 @@ use super::session::{SessionError, Stuck};
 use super::step_memory::StepMemory;
 use super::stream::{Event, LaunchShape, Stream};
 use super::tables::{LaunchTables, Placed};
-use super::tensor_map::tensor_maps;
+use super::tensor_map::{cache_maps, tensor_maps};
 use crate::codegen::abi::Row;
 use crate::codegen::emit::Trace;
 use crate::codegen::waves::{ENTRY_POINT, WaveDevicesParams, WaveParams, encode};
@@ -111,6 +111,13 @@ struct Shared {
     streams: Vec<Arc<Stream>>,
 }
 
+/// The same, with a cache.
+struct Held {
+    pack: Arc<DeviceBuffer>,
+    cache: Arc<DeviceBuffer>,
+    streams: Vec<Arc<Stream>>,
+}
+
 /// A stream of each device that runs a model together with `device`.
 fn streams_of(device: &Device) -> Result<Vec<Arc<Stream>>, DriverError> {
     iter::once(device).chain(device.others()).map(|device| Ok(Arc::new(device.stream()?))).collect()
@@ -135,7 +142,7 @@ impl OnDevice {
         proven: &Proven<'_>,
         cubin: &[u8],
         (trace, steps_max): (Trace, u32),
-        Shared { pack, streams, .. }: &Shared,
+        Held { pack, cache, streams }: &Held,
         abort: Option<Arc<MappedBuffer>>,
     ) -> Result<OnDevice, SessionError> {
         let (plan, program) = (proven.plan(), &proven.validated().schedule().program);
@@ -154,7 +161,8 @@ impl OnDevice {
             watched.join(index, abort);
         }
         let tables = encode(proven, index);
-        let maps = tensor_maps(device, &tables.boxes, pack.on(index).address())?;
+        let mut maps = tensor_maps(device, &tables.boxes, pack.on(index).address())?;
+        maps.extend(cache_maps(device, &tables.caches, cache.on(index).address())?);
         // Logits of all devices lie on the first one.
         let logits = match plan.form {
             Form::Steps | Form::Tail if index == 0 => u64::from(plan.rows) * u64::from(vocab(program)),
@@ -207,14 +215,16 @@ impl Loaded {
         }
         let of_rows = Shape::of(program).expect("validate: a batch kernel has tables");
         let shape = Shape { rows: plan.rows, ..of_rows };
-        let own = OnDevice::load(device, 0, proven, cubin, (trace, steps_max), &shared, None)?;
+        let Shared { pack, cache, streams } = shared;
+        let cache = cache_or_own(cache, device, &streams[0], schedule.arena_bytes(Space::Cache))?;
+        let held = Held { pack, cache, streams };
+        let own = OnDevice::load(device, 0, proven, cubin, (trace, steps_max), &held, None)?;
         let mut peers = vec![];
         for (index, other) in (1..).zip(device.others()) {
             let abort = Some(own.watched.abort_word());
-            peers.push(OnDevice::load(other, index, proven, cubin, (trace, steps_max), &shared, abort)?);
+            peers.push(OnDevice::load(other, index, proven, cubin, (trace, steps_max), &held, abort)?);
         }
-        let Shared { pack, cache, streams } = shared;
-        let cache = cache_or_own(cache, device, &streams[0], schedule.arena_bytes(Space::Cache))?;
+        let Held { pack, cache, streams } = held;
         let stamp_words = stamp_words(plan, trace);
         let loaded = Loaded {
             shape,

@@ -25,7 +25,7 @@ use crate::target::Target;
 use crate::text::one_of;
 use crate::trace::{Span, Stamps, spans};
 use crate::validate::{Validated, share_caches};
-use crate::waves::{CHUNK_MIN, CHUNK_ROWS, Proven, next_chunk};
+use crate::waves::{CHUNK_MIN, Proven, chunk_rows, next_chunk};
 
 use super::bench::{self, Programs, Versus, Work};
 use super::chain::{Chain, Host, remedy_of};
@@ -598,11 +598,6 @@ pub fn bench_rows(
     // The kernels of a server: one row has a kernel of its own.
     let of = |&rows: &u32| if rows == 1 { Ok((1, 1)) } else { Ok((step_rows_for(rows)?, rows)) };
     let rows: Vec<(u32, u32)> = rows.iter().map(of).collect::<Result<_, Fault>>()?;
-    if let Some(wrong) = chunks.iter().find(|rows| !STEP_ROWS.contains(rows) && **rows != CHUNK_ROWS) {
-        let all: Vec<String> = STEP_ROWS.iter().chain([&CHUNK_ROWS]).map(|rows| rows.to_string()).collect();
-        let all = one_of(all.iter().map(String::as_str));
-        return Err(Fault::input(format!("chunks of {wrong}: expected {all}, as many as a kernel has rows")));
-    }
     let device = execute::open(host.device(target)?.ok_or_else(no_kernels)?, target)?;
     // A baseline that cannot start is known before anything is timed.
     let mut programs = Programs::open(&chain, &device.identity().uuid, request)?;
@@ -620,13 +615,20 @@ pub fn bench_rows(
         let of_each = room_of_each(&chain.context, &chain.candidate, last);
         Room { rows: kernel, sequences, positions: u64::from(sequences) * of_each }
     };
+    let base = place_kernel(&chain.context, &chain.candidate, room(smallest))?;
+    let chunk_most = chunk_rows(&base.program);
+    if let Some(wrong) = chunks.iter().find(|rows| !STEP_ROWS.contains(rows) && **rows != chunk_most) {
+        let all: Vec<String> = STEP_ROWS.iter().chain([&chunk_most]).map(|rows| rows.to_string()).collect();
+        let all = one_of(all.iter().map(String::as_str));
+        return Err(Fault::input(format!("chunks of {wrong}: expected {all}, as many as a kernel has rows")));
+    }
     let (chunks, by_waves) = match (prompts, chunks) {
         ([], _) => (vec![], false),
-        (_, []) => match derive_chunks(&place_kernel(&chain.context, &chain.candidate, room(smallest))?, target) {
+        (_, []) => match derive_chunks(&base, target) {
             Ok(_) => (vec![], true),
             Err(_) => (vec![place_prompt_kernel(&chain.context, &chain.candidate, room)?.program.rows], false),
         },
-        (_, chunks) => (chunks.to_vec(), chunks.contains(&CHUNK_ROWS)),
+        (_, chunks) => (chunks.to_vec(), chunks.contains(&chunk_most)),
     };
     let sampler = chain.compile(&sampler_source(target))?;
     let vocab = model.imported.graph.vocab;
@@ -673,7 +675,7 @@ pub fn bench_rows(
                 &mut reader,
                 prompts,
                 vocab,
-                (CHUNK_ROWS, kernel, checked.figures()),
+                (chunk_most, kernel, checked.figures()),
                 &mut programs,
                 on_found,
             )?;

@@ -20,7 +20,7 @@ use crate::error::Fault;
 use crate::interp::Pack;
 use crate::ir::layout::matrices;
 use crate::ir::op::{Op, Role};
-use crate::ir::program::Space;
+use crate::ir::program::{Program, Space};
 use crate::ir::schedule::Schedule;
 use crate::manifest::SearchKernel;
 use crate::pages::Pool;
@@ -29,24 +29,25 @@ use crate::target::Target;
 use crate::trace::{Span, WaveStamps, wave_spans};
 use crate::validate::{Validated, Violation};
 use crate::waves::{
-    Action, CHUNK_ROWS, Form, Plan, Proven, Refused, TAIL_ROWS, Wave, WithTail, derive, derive_chosen, derive_ragged,
+    Action, Form, Plan, Proven, Refused, TAIL_ROWS, Wave, WithTail, chunk_rows, derive, derive_chosen, derive_ragged,
     prove, prove_tail,
 };
 use std::sync::Arc;
 
-/// The form and the rows of the plan of a wave kernel that can be searched; `None`: the decode kernel.
-pub(super) fn form_of(kernel: SearchKernel) -> Option<(Form, u32)> {
+/// The form and the rows of the plan of a wave kernel of `program` that can be searched; `None`: the decode kernel.
+pub(super) fn form_of(kernel: SearchKernel, program: &Program) -> Option<(Form, u32)> {
     match kernel {
         SearchKernel::Decode => None,
         SearchKernel::Wave { rows } => Some((Form::Steps, rows)),
-        SearchKernel::Chunk => Some((Form::Chunk, CHUNK_ROWS)),
+        SearchKernel::Chunk => Some((Form::Chunk, chunk_rows(program))),
     }
 }
 
 /// The knobs of a wave kernel over `schedule`: those that a search found, if the plan takes them; else a note says that it does not.
 pub(super) fn chosen_knobs(context: &BuildContext<'_>, kernel: SearchKernel, schedule: &Schedule) -> WaveKnobs {
     let knobs = context.tuned_waves(kernel);
-    let Some((form, rows)) = form_of(kernel).filter(|_| !knobs.is_default()) else { return WaveKnobs::default() };
+    let of_kernel = form_of(kernel, &schedule.program);
+    let Some((form, rows)) = of_kernel.filter(|_| !knobs.is_default()) else { return WaveKnobs::default() };
     match derive_chosen(schedule, context.target, form, rows, &knobs) {
         Ok(_) => knobs,
         Err(refused) => {
@@ -62,7 +63,8 @@ pub(super) fn chosen_knobs(context: &BuildContext<'_>, kernel: SearchKernel, sch
 /// # Errors
 /// What kernels of waves cannot do of the model or on the target. A plan that is not proven is a fault of this program.
 fn plan_waves<'a>(target: &Target, rows: &'a Validated, knobs: &WaveKnobs) -> Result<Proven<'a>, Fault> {
-    proven(derive_chosen(rows.schedule(), target, Form::Chunk, CHUNK_ROWS, knobs), rows, target)
+    let most = chunk_rows(&rows.schedule().program);
+    proven(derive_chosen(rows.schedule(), target, Form::Chunk, most, knobs), rows, target)
 }
 
 /// How prompts are read in waves.
@@ -156,7 +158,7 @@ pub(super) fn plan_prompts<'a>(
 
 /// Why a kernel of waves cannot read prompts, or its plan.
 pub(super) fn derive_chunks(schedule: &Schedule, target: &Target) -> Result<Plan, Refused> {
-    derive(schedule, target, Form::Chunk, CHUNK_ROWS)
+    derive(schedule, target, Form::Chunk, chunk_rows(&schedule.program))
 }
 
 /// Plans and proves the kernel of waves that runs steps of up to `rows` rows over the pack and the pages of the kernel of `validated`, which

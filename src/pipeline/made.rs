@@ -133,7 +133,7 @@ impl<'a> Maker<'a> {
     /// As [`Maker::make`].
     pub fn proven<'v>(&self, base: &'v Validated, candidate: &Candidate) -> Result<Proven<'v>, Unmade> {
         let target = self.context.target;
-        let Some((form, rows)) = form_of(self.context.searched()) else {
+        let Some((form, rows)) = form_of(self.context.searched(), &base.schedule().program) else {
             return Err(Fault::internal("the decode kernel has no plan of waves").into());
         };
         let derived = derive_chosen(base.schedule(), target, form, rows, &candidate.waves);
@@ -193,8 +193,11 @@ pub(super) fn prompt_lengths(context: &BuildContext<'_>) -> Result<Vec<u32>, Fau
 /// The reason.
 pub(super) fn refuse_wave(maker: &Maker<'_>, default: &Candidate) -> Result<(), Fault> {
     let (kernel, target) = (maker.context.searched(), &maker.context.target.name);
-    let Some((form, rows)) = form_of(kernel) else { return Ok(()) };
+    if kernel == SearchKernel::Decode {
+        return Ok(());
+    }
     let base = maker.base(default)?;
+    let Some((form, rows)) = form_of(kernel, &base.schedule().program) else { return Ok(()) };
     let derived = derive_chosen(base.schedule(), maker.context.target, form, rows, &default.waves);
     derived.map(drop).map_err(|refused: Refused| {
         Fault::input(format!("`{kernel}` of target `{target}` cannot be searched: {refused}"))

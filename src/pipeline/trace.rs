@@ -8,7 +8,7 @@ use crate::error::Fault;
 use crate::measure::step_bytes;
 use crate::target::TargetKind;
 use crate::trace::{Span, Stamps, Table, spans, table};
-use crate::waves::Refused;
+use crate::waves::{Refused, chunk_rows};
 
 use super::chain::{Chain, Host};
 use super::device_rows::{one_device, trace_rows};
@@ -141,9 +141,9 @@ impl Prepared {
     /// # Errors
     /// As [`Prepared::trace`]; a model or a target that has no kernel of waves.
     pub fn trace_prompt(&self, workspace: &Workspace, tokens: u32, position: u32) -> Result<Traced, Fault> {
-        let Prepared { manifest, target, .. } = self;
+        let Prepared { manifest, target, validated, .. } = self;
         invariant::refuse(manifest, target, "kernel that reads prompts alone", "trace steps with `--rows`")?;
-        let (most, context_max) = (crate::waves::CHUNK_ROWS, manifest.decode.context_max);
+        let (most, context_max) = (chunk_rows(&validated.schedule().program), manifest.decode.context_max);
         if tokens == 0 || tokens > most || u64::from(position) + u64::from(tokens) > u64::from(context_max) {
             let message = format!(
                 "a chunk of {tokens} tokens at {position}: expected 1 to {most}, within a context of {context_max}"

@@ -2,15 +2,15 @@
 
 use super::experts::{
     Chosen, FILLED_PLACES, TILE_UNITS, expert_granules, gather_scratch, has_experts, has_groups, is_combined,
-    route_scratch, same_norm, scores_cols, scores_scratch, unit_tiles_max,
+    route_scratch, same_norm, scores_cols, scores_groups, scores_rows, scores_scratch, unit_tiles_max,
 };
 use super::mix::{Carried, GateNorm, POSITIONS, group_channels, row_bytes, scan_cols};
 use super::ragged::MERGE_SPLITS;
 use super::{
     Action, BOX_PIECE_BYTES_MAX, BOX_UNITS, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, HELD_AND_SUMS_MAX, Input,
     Layout, Machine, NormOf, Over, Plan, Products, Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, Share, Splits,
-    Sum, Sums, TILE_WARPS, Target as Written, Tiling, WIDE_UNITS, Warps, Wave, Work, WorkId, parts_of, sums_max,
-    tile_sums_max, wide_tiles_max,
+    Sum, Sums, TILE_WARPS, Target as Written, Tiling, WIDE_TILE, WIDE_UNITS, Warps, Wave, Work, WorkId, attends_wide,
+    parts_of, sums_max, tile_sums_max, wide_tiles_max,
 };
 use crate::candidate::wave::{WAVE_KNOBS, WaveKnobs};
 use crate::dtype::DType;
@@ -840,7 +840,8 @@ impl Builder<'_> {
             (Action::Merge { splits, .. }, ..) => Sums::Splits { positions: splits.positions },
             (Action::Scores { .. }, _, Op::MatVec(m)) => {
                 let granules = Matrix::of(m, self.program.format_of(grid)).part(1);
-                Sums::Product { parts: 1, granules, groups: WARPS, paired: false, squares: 0, tiles: false }
+                let groups = scores_groups(WARPS, self.plan.form);
+                Sums::Product { parts: 1, granules, groups, paired: false, squares: 0, tiles: false }
             }
             (Action::Route { .. }, ..) => Sums::Choice,
             (Action::Gather { .. } | Action::Places { .. } | Action::Fill { .. }, ..) => Sums::Nothing,
@@ -1353,7 +1354,8 @@ impl Builder<'_> {
         let to = self.work("scores", Layout::Rows(DType::F32), m.rows);
         self.inputs.insert(out, to);
         let n = m.rows.div_ceil(scores_cols(self.plan.form));
-        self.push(id, Action::Scores { x, out: to }, Over::Heads { n, rows: 16, kept: 1 });
+        let rows = scores_rows(self.plan.form);
+        self.push(id, Action::Scores { x, out: to }, Over::Heads { n, rows, kept: 1 });
         Ok(())
     }
 
@@ -1444,10 +1446,11 @@ impl Builder<'_> {
             return self.push(id, Action::Gather { x, choices, groups, places, out }, ROWS_IN_TURN);
         }
         let sources = self.work("sources", Layout::Sources(tiling), 1);
-        self.push(id, Action::Places { choices, groups, places, sources }, WHOLE_ROWS);
+        let pieces = self.work("pieces", Layout::Pieces, self.plan.work[x.index()].cols);
+        self.push(id, Action::Places { x, choices, groups, places, sources, pieces }, WHOLE_ROWS);
         self.push(
             id,
-            Action::Fill { x, groups, sources, out },
+            Action::Fill { pieces, groups, sources, out },
             Over::Items { parts: tiling.rows / FILLED_PLACES, tiling },
         );
     }
@@ -1670,9 +1673,15 @@ impl Builder<'_> {
         let Some(paging) = cache.and_then(|cache| cache.paging) else {
             return refused(grid, "the cache", "pages");
         };
+        let inputs = self.plan.machine.inputs;
+        let wide = self.plan.form == Form::Chunk
+            && self.warpgroup_mma
+            && self.asked.knobs.tile == 0
+            && paging.rows.is_multiple_of(WIDE_TILE)
+            && attends_wide(self.schedule, id, a, inputs);
         let tiles = [TILE_MAX, TILE_MAX / 2, TILE_MAX / 4];
         let row_bytes = cache_row_bytes(a.head_dim, self.program.precision.cache);
-        let slot_bytes = self.plan.machine.inputs.slot_bytes;
+        let slot_bytes = inputs.slot_bytes;
         let slot_bytes = if self.plan.form.decides() { slot_bytes.min(STEP_TILE_BYTES_MAX) } else { slot_bytes };
         let fits = |tile: &u32| paging.rows.is_multiple_of(*tile) && 2 * tile * row_bytes <= slot_bytes;
         let Some(most) = tiles.into_iter().find(fits) else {
@@ -1688,7 +1697,8 @@ impl Builder<'_> {
         let kept = if self.plan.machine.devices > 1 { a.group / a.heads_per_task } else { 1 };
         if let Some(queries) = appended {
             let rows = WARPS / a.heads_per_task * 16;
-            self.push(id, Action::Attend { queries, out: to, tile, gate }, Over::Heads { n, rows, kept });
+            let tile = if wide { WIDE_TILE } else { tile };
+            self.push(id, Action::Attend { queries, out: to, tile, wide, gate }, Over::Heads { n, rows, kept });
             return Ok(());
         }
         let splits = self.splits(a, tile);

@@ -7,7 +7,11 @@ use crate::ir::op::{Op, Role, Route};
 use crate::ir::program::{Grid, Program, Rows};
 use crate::ir::table::TableHome;
 
-/// Columns of scores that a block computes at once, of 16 rows. A step has few rows, so its columns are divided among more blocks.
+/// Rows of scores that a block computes at once: 16 of a warp, or of several warps that divide k. Many rows of a chunk read the weights once.
+pub(super) fn scores_rows(form: Form) -> u32 {
+    if form == Form::Chunk { 64 } else { 16 }
+}
+/// Columns of the same. A step has few rows, so its columns are divided among more blocks.
 pub(crate) fn scores_cols(form: Form) -> u32 {
     if form == Form::Chunk { 32 } else { 8 }
 }
@@ -118,6 +122,11 @@ pub(super) fn has_experts(program: &Program) -> bool {
 pub(super) fn route_scratch(route: &Route, warps: u32) -> u32 {
     let keys = route.groups.map_or(0, |groups| route.experts + groups.count);
     warps * keys * 4
+}
+
+/// Warps that divide k.
+pub(super) fn scores_groups(warps: u32, form: Form) -> u32 {
+    warps / (scores_rows(form) / 16)
 }
 
 /// Bytes of scratch of a wave of scores: sums of 16 rows and [`scores_cols`] columns for each warp.

@@ -105,8 +105,10 @@ pub use ragged::Ragged;
 
 use crate::define_id;
 use crate::dtype::DType;
-use crate::ir::layout::share_of;
-use crate::ir::op::NormAttr;
+use crate::ir::layout::{cache_row_bytes, share_of};
+use crate::ir::op::{Attention, NormAttr};
+use crate::ir::program::Program;
+use crate::ir::schedule::Schedule;
 use crate::ir::{BufferId, GridId};
 use std::ops::Range;
 
@@ -119,8 +121,14 @@ define_id!(
     DivisionId, "d"
 );
 
-/// Most rows of a chunk, unless asked for otherwise.
-pub const CHUNK_ROWS: u32 = 2048;
+/// Most rows of a chunk, unless asked for otherwise: in a context that is not longer than the first, and in others. A chunk reads all weights, of a mixture
+/// those of nearly all experts, however many rows it has.
+const CHUNK_ROWS: [u32; 2] = [2048, 4096];
+/// Most rows of a chunk of `program`, unless asked for otherwise.
+pub fn chunk_rows(program: &Program) -> u32 {
+    let [short, long] = CHUNK_ROWS;
+    if program.context_max > short { long } else { short }
+}
 /// Least rows of a chunk. Below 64 rows the batch kernel is at least as fast.
 pub const CHUNK_MIN: u32 = 64;
 /// Rows that a product of a chunk multiplies at once.
@@ -193,6 +201,21 @@ const SHARED_WARPS: Warps = Warps { rows: 2, units: 4, k: 1 };
 /// Units of the box that copies what is left over of a pass, and most bytes of a unit in a box: 256 elements of 8 bytes, the largest that a map has.
 const BOX_UNITS: u32 = 8;
 const BOX_PIECE_BYTES_MAX: u32 = 2048;
+
+/// Positions of a tile of attention by warpgroups: columns of their instruction.
+const WIDE_TILE: u32 = 64;
+
+/// Whether warpgroups can do the attention of grid `id` in a chunk, with slots of inputs that hold keys or values of a tile: waves/attend.cuh.
+fn attends_wide(schedule: &Schedule, id: GridId, a: &Attention, inputs: Ring) -> bool {
+    let swizzled = schedule.attention_variant(id).is_some_and(|variant| variant.swizzled);
+    let row_bytes = cache_row_bytes(a.head_dim, schedule.program.precision.cache);
+    let lines = [64, 128].contains(&a.head_dim) && row_bytes == 2 * a.head_dim;
+    swizzled
+        && lines
+        && a.scale > 0.0
+        && WIDE_TILE * row_bytes <= inputs.slot_bytes
+        && inputs.slot_bytes.is_multiple_of(1024)
+}
 
 /// Units that a warp of a warpgroup has side by side: rows of a tile of 16.
 const WIDE_UNITS: u32 = 2;
@@ -309,6 +332,8 @@ pub enum Layout {
     /// The number of tiles, how many tickets are drawn for items of the first product and of the second, and a word without meaning. Then a record of 16 bytes for each tile:
     /// its expert, and the first tile, the tiles and the slots of that expert.
     Groups(Tiling),
+    /// The same values, row by row: pieces of 16 bytes of an operand, one after another.
+    Pieces,
     /// The row of each place, 4 bytes. Places after the last row of a tile have none.
     Sources(Tiling),
     /// bf16 by place, as warpgroups read it: tile by tile.
@@ -335,7 +360,7 @@ impl Work {
         let (rows, cols) = (u64::from(rows), u64::from(self.cols));
         match self.layout {
             Layout::Rows(dtype) => (rows * cols).saturating_mul(dtype.bytes() as u64),
-            Layout::Operand | Layout::Tiles => rows.saturating_mul(cols.next_multiple_of(128) * 2),
+            Layout::Operand | Layout::Tiles | Layout::Pieces => rows.saturating_mul(cols.next_multiple_of(128) * 2),
             Layout::Parts(count) => {
                 let of_parts = rows.min(CHUNK_BLOCK_ROWS.into()).saturating_mul(count.into());
                 rows.max(of_parts).saturating_mul(cols).saturating_mul(4)
@@ -444,7 +469,8 @@ pub enum Action {
     /// Of a chunk: norms and rotates heads, and appends keys and values to the cache.
     Append { x: WorkId, queries: WorkId },
     /// Of a chunk: attention over the cache, in tiles of `tile` positions. `gate`: the heads with the gates of the output, if it is gated.
-    Attend { queries: WorkId, out: WorkId, tile: u32, gate: Option<WorkId> },
+    /// `wide`: by warpgroups.
+    Attend { queries: WorkId, out: WorkId, tile: u32, wide: bool, gate: Option<WorkId> },
     /// Of a step: both. It reads only positions of earlier steps from the cache, and computes those of its own step from `x`, which may be sums of
     /// parts. With `splits` its tasks are KV splits, and the wave after it merges them.
     AttendRow { x: WorkId, out: WorkId, tile: u32, splits: Option<Splits> },
@@ -456,10 +482,10 @@ pub enum Action {
     Route { scores: WorkId, choices: WorkId, shares: WorkId },
     /// Of a step: finds the place of each slot, and copies its row there.
     Gather { x: WorkId, choices: WorkId, groups: WorkId, places: WorkId, out: WorkId },
-    /// Of a chunk: finds the place of each slot, and the row of each place.
-    Places { choices: WorkId, groups: WorkId, places: WorkId, sources: WorkId },
+    /// Of a chunk: finds the place of each slot, and the row of each place. Copies rows, so that the pieces of each lie side by side.
+    Places { x: WorkId, choices: WorkId, groups: WorkId, places: WorkId, sources: WorkId, pieces: WorkId },
     /// Of a chunk: copies rows to their places, eight neighbouring places at a time, because those lie side by side in memory.
-    Fill { x: WorkId, groups: WorkId, sources: WorkId, out: WorkId },
+    Fill { pieces: WorkId, groups: WorkId, sources: WorkId, out: WorkId },
     /// A product of the places of each tile with the matrix of its expert. `pass` and `chunk` are as of [`Action::MatMul`]. `tickets`: an item goes to the SM that draws its ticket,
     /// otherwise to one that follows from its number.
     Experts { x: WorkId, groups: WorkId, out: WorkId, pass: u32, chunk: u32, tickets: bool },
@@ -785,8 +811,10 @@ impl Action {
             Action::Scores { x, out } => (vec![x], vec![out]),
             Action::Route { scores, choices, shares } => (vec![scores], vec![choices, shares]),
             Action::Gather { x, choices, groups, places, out } => (vec![x, choices], vec![groups, places, out]),
-            Action::Places { choices, groups, places, sources } => (vec![choices], vec![groups, places, sources]),
-            Action::Fill { x, groups, sources, out } => (vec![x, groups, sources], vec![out]),
+            Action::Places { x, choices, groups, places, sources, pieces } => {
+                (vec![x, choices], vec![groups, places, sources, pieces])
+            }
+            Action::Fill { pieces, groups, sources, out } => (vec![pieces, groups, sources], vec![out]),
             Action::Experts { x, groups, out, .. } => (vec![x, groups], vec![out]),
             Action::Convolve { x, scalars, out } | Action::MixRow { x, scalars, out } => (vec![x, scalars], vec![out]),
             Action::Mix { turned, x, out } => (vec![turned, x], vec![out]),

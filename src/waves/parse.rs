@@ -124,11 +124,12 @@ impl Parser<'_> {
     fn work(&mut self) -> Parsed<Work> {
         let names = [
             "rows", "operand", "tiles", "parts", "packets", "squares", "best", "splits", "groups", "sources",
-            "grouped", "placed",
+            "grouped", "placed", "pieces",
         ];
         let layout = match self.words(&names)? {
             "operand" => Layout::Operand,
             "tiles" => Layout::Tiles,
+            "pieces" => Layout::Pieces,
             "best" => Layout::Best,
             name => {
                 self.expect(":")?;
@@ -359,7 +360,8 @@ impl Parser<'_> {
             "append" => self.works(["x", "queries"]).map(|[x, queries]| Action::Append { x, queries }),
             "attend" => {
                 let [queries, out] = self.works(["queries", "out"])?;
-                Ok(Action::Attend { queries, out, tile: self.attr_u32("tile")?, gate: self.optional_work("gate")? })
+                let (tile, wide) = (self.attr_u32("tile")?, self.eat("wide"));
+                Ok(Action::Attend { queries, out, tile, wide, gate: self.optional_work("gate")? })
             }
             "attend-row" => {
                 let [x, out] = self.works(["x", "out"])?;
@@ -380,15 +382,15 @@ impl Parser<'_> {
                 let [x, choices, groups, places, out] = self.works(["x", "choices", "groups", "places", "out"])?;
                 Ok(Action::Gather { x, choices, groups, places, out })
             }
-            "places" => self
-                .works(["choices", "groups", "places", "sources"])
-                .map(|[choices, groups, places, sources]| Action::Places { choices, groups, places, sources }),
-            "fill" => self.works(["x", "groups", "sources", "out"]).map(|[x, groups, sources, out]| Action::Fill {
-                x,
-                groups,
-                sources,
-                out,
-            }),
+            "places" => {
+                let names = ["x", "choices", "groups", "places", "sources", "pieces"];
+                let [x, choices, groups, places, sources, pieces] = self.works(names)?;
+                Ok(Action::Places { x, choices, groups, places, sources, pieces })
+            }
+            "fill" => {
+                let [pieces, groups, sources, out] = self.works(["pieces", "groups", "sources", "out"])?;
+                Ok(Action::Fill { pieces, groups, sources, out })
+            }
             "experts" => {
                 let [x, groups, out] = self.works(["x", "groups", "out"])?;
                 let (pass, chunk) = (self.attr_u32("pass")?, self.attr_u32("chunk")?);

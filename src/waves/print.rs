@@ -205,8 +205,9 @@ impl Action {
             }
             Action::NormHeads { x, out } | Action::ShortConv { x, out } => write!(f, " x={x} out={out}"),
             Action::Append { x, queries } => write!(f, " x={x} queries={queries}"),
-            Action::Attend { queries, out, tile, gate } => {
+            Action::Attend { queries, out, tile, wide, gate } => {
                 write!(f, " queries={queries} out={out} tile={tile}")?;
+                flag(f, "wide", wide)?;
                 optional(f, "gate", gate)
             }
             Action::AttendRow { x, out, tile, splits } => {
@@ -225,10 +226,12 @@ impl Action {
             Action::Gather { x, choices, groups, places, out } => {
                 write!(f, " x={x} choices={choices} groups={groups} places={places} out={out}")
             }
-            Action::Places { choices, groups, places, sources } => {
-                write!(f, " choices={choices} groups={groups} places={places} sources={sources}")
+            Action::Places { x, choices, groups, places, sources, pieces } => {
+                write!(f, " x={x} choices={choices} groups={groups} places={places} sources={sources} pieces={pieces}")
             }
-            Action::Fill { x, groups, sources, out } => write!(f, " x={x} groups={groups} sources={sources} out={out}"),
+            Action::Fill { pieces, groups, sources, out } => {
+                write!(f, " pieces={pieces} groups={groups} sources={sources} out={out}")
+            }
             Action::Experts { x, groups, out, pass, chunk, tickets } => {
                 write!(f, " x={x} groups={groups} out={out} pass={pass} chunk={chunk}")?;
                 flag(f, "tickets", tickets)
@@ -259,6 +262,7 @@ impl fmt::Display for Layout {
             Layout::Rows(dtype) => write!(f, "rows:{dtype}"),
             Layout::Operand => f.write_str("operand"),
             Layout::Tiles => f.write_str("tiles"),
+            Layout::Pieces => f.write_str("pieces"),
             Layout::Parts(parts) => write!(f, "parts:{parts}"),
             Layout::Packets(parts) => write!(f, "packets:{parts}"),
             Layout::Squares { groups, parts } => write!(f, "squares:{groups}*{parts}"),

@@ -6,14 +6,14 @@
 
 use super::experts::{
     Chosen, FILLED_PLACES, TILE_ROWS, TILE_UNITS, expert_granules, gather_scratch, is_combined, route_scratch,
-    same_norm, scores_cols, scores_scratch, unit_tiles_max,
+    same_norm, scores_cols, scores_groups, scores_rows, scores_scratch, unit_tiles_max,
 };
 use super::mix::{Carried, GateNorm, POSITIONS, group_channels, row_bytes, scan_cols};
 use super::{
-    Action, BOX_PIECE_BYTES_MAX, BOX_UNITS, CHUNK_BLOCK_ROWS, Division, Form, HELD_AND_SUMS_MAX, Input, Layout, NormOf,
-    Over, Plan, Products, Ragged, Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, STEP_ROWS_MAX, Share, Splits, Sum,
-    Sums, TILE_WARPS, Target as Written, Tiling, WIDE_UNITS, Warps, Wave, Work, WorkId, parts_of, sums_max,
-    tile_sums_max, wide_tiles_max,
+    Action, BOX_PIECE_BYTES_MAX, BOX_UNITS, CHUNK_BLOCK_ROWS, Division, Form, HELD_AND_SUMS_MAX, Input, Layout,
+    Machine, NormOf, Over, Plan, Products, Ragged, Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, STEP_ROWS_MAX,
+    Share, Splits, Sum, Sums, TILE_WARPS, Target as Written, Tiling, WIDE_TILE, WIDE_UNITS, Warps, Wave, Work, WorkId,
+    attends_wide, parts_of, sums_max, tile_sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -258,6 +258,8 @@ enum Value {
     NormedHeads(GridId),
     /// The rotated queries of a grid of attention.
     Queries(GridId),
+    /// Rows of the input of a product of experts, whose pieces lie side by side: of this exchange, normalised or as it is.
+    Pieces(BufferId, Option<NormOf>),
     /// Where the slots of this choice have their places, as records of tiles and by row and slot.
     Groups(BufferId),
     /// The rows of places by this choice.
@@ -282,6 +284,12 @@ enum Value {
     Mixed(GridId),
     /// The output of the product of this grid, which is added to the residual.
     Addend(GridId),
+}
+
+/// The rows that a wave copies for the product `m` of `grid`.
+fn rows_of(grid: &Grid, m: &MatVec) -> Result<Value, String> {
+    let of = grid.operand(Role::X).ok_or("an operand is missing")?.buffer;
+    Ok(Value::Pieces(of, m.norm.map(|norm| norm_of(grid, norm))))
 }
 
 struct Judge<'a> {
@@ -332,6 +340,7 @@ impl Judge<'_> {
         let split_bytes = if cuts { 48 } else { 0 };
         let tiles = self.plan.waves.iter().any(|wave| wave.action.is_tiles());
         let tiles = tiles || self.plan.form == Form::Chunk && self.plan.has_items();
+        let wide = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::Attend { wide: true, .. }));
         let ring = |ring: Ring| u64::from(ring.slots) * u64::from(ring.slot_bytes);
         let rest = u64::from(m.scratch_bytes) + u64::from(m.state_bytes);
         let smem = ring(m.weights).saturating_add(ring(m.inputs)).saturating_add(rest);
@@ -356,6 +365,7 @@ impl Judge<'_> {
                 "products of steps by warpgroups, which add up in another order than warps",
             ),
             (tiles && !spec.warpgroup_mma, "tiles, which warpgroups multiply and the target lacks"),
+            (wide && !spec.warpgroup_mma, "attention by warpgroups, which the target lacks"),
             (threads > u64::from(spec.threads_per_block_max), "too many threads"),
             (registers > each * threads, "more registers than the launch gives, for which warps would wait for ever"),
             (!moves || most < each, "registers that do not move from the loader to consumers in steps of 8"),
@@ -713,7 +723,8 @@ impl Judge<'_> {
             }
             (Action::Merge { splits, .. }, ..) => Some(Sums::Splits { positions: splits.positions }),
             (Action::Scores { .. }, _, Op::MatVec(m)) => {
-                let (granules, groups) = (part_granules(m, program.format_of(grid), 1), self.plan.machine.warps);
+                let granules = part_granules(m, program.format_of(grid), 1);
+                let groups = scores_groups(self.plan.machine.warps, self.plan.form);
                 Some(Sums::Product { parts: 1, granules, groups, paired: false, squares: 0, tiles: false })
             }
             (Action::Route { .. }, ..) => Some(Sums::Choice),
@@ -827,7 +838,8 @@ impl Judge<'_> {
             return Err("weights of a router that are not bf16".to_string());
         }
         self.layout(out, Layout::Rows(DType::F32), m.rows)?;
-        self.over(wave, Over::Heads { n: m.rows.div_ceil(scores_cols(self.plan.form)), rows: 16, kept: 1 })?;
+        let (n, rows) = (m.rows.div_ceil(scores_cols(self.plan.form)), scores_rows(self.plan.form));
+        self.over(wave, Over::Heads { n, rows, kept: 1 })?;
         self.scratch(scores_scratch(self.plan.machine.warps, self.plan.form), "sums of scores")?;
         let to = grid.operand(Role::Out).ok_or("an operand is missing")?.buffer;
         self.holds.insert(out, Value::Exchange(to));
@@ -875,7 +887,7 @@ impl Judge<'_> {
                 rest
             }
             [places, fill, rest @ ..] if matches!(places.action, Action::Places { .. }) => {
-                self.places(chosen, places)?;
+                self.places(grid, m, chosen, places)?;
                 self.fill(grid, m, chosen, fill)?;
                 rest
             }
@@ -935,24 +947,28 @@ impl Judge<'_> {
         };
         let tiling = self.find_places(chosen, (ids, groups, places), out)?;
         self.over(wave, Over::Heads { n: 1, rows: 1, kept: 1 })?;
-        self.copied(grid, m, chosen, (x, out), tiling)
+        self.input(grid, m, (x, Layout::Operand), None)?;
+        self.copied(grid, m, chosen, out, tiling)
     }
 
-    /// A wave that finds places, and the row of each: as many places as rows have slots, so no two rows have one.
-    fn places(&mut self, chosen: Chosen, wave: &Wave) -> Result<(), String> {
-        let Action::Places { choices: ids, groups, places, sources } = wave.action else {
+    /// A wave that finds places, and the row of each: as many places as rows have slots, so no two rows have one. It copies rows, too.
+    fn places(&mut self, grid: &Grid, m: &MatVec, chosen: Chosen, wave: &Wave) -> Result<(), String> {
+        let Action::Places { x, choices: ids, groups, places, sources, pieces } = wave.action else {
             return Err("expected places".to_string());
         };
         let tiling = self.find_places(chosen, (ids, groups, places), sources)?;
         self.layout(sources, Layout::Sources(tiling), 1)?;
         self.over(wave, Over::Rows { parts: 1 })?;
         self.holds.insert(sources, Value::Sources(chosen.choices));
+        self.input(grid, m, (x, Layout::Operand), None)?;
+        self.layout(pieces, Layout::Pieces, m.k)?;
+        self.holds.insert(pieces, rows_of(grid, m)?);
         Ok(())
     }
 
     /// A wave that copies rows to places. The device numbers groups of neighbouring places by the records of tiles, and gives each to one SM.
     fn fill(&mut self, grid: &Grid, m: &MatVec, chosen: Chosen, wave: &Wave) -> Result<(), String> {
-        let Action::Fill { x, groups, sources, out } = wave.action else {
+        let Action::Fill { pieces, groups, sources, out } = wave.action else {
             return Err("expected rows that are copied to places".to_string());
         };
         let Layout::Grouped(tiling) = self.plan.work[out.index()].layout else {
@@ -963,7 +979,9 @@ impl Judge<'_> {
         self.holds(sources, Value::Sources(chosen.choices))?;
         self.layout(sources, Layout::Sources(tiling), 1)?;
         self.over(wave, Over::Items { parts: tiling.rows / FILLED_PLACES, tiling })?;
-        self.copied(grid, m, chosen, (x, out), tiling)
+        self.holds(pieces, rows_of(grid, m)?)?;
+        self.layout(pieces, Layout::Pieces, m.k)?;
+        self.copied(grid, m, chosen, out, tiling)
     }
 
     /// What a wave that finds places reads and writes: room for every choice, and counts of all experts in scratch. `by_place`: a buffer by place.
@@ -993,15 +1011,7 @@ impl Judge<'_> {
     }
 
     /// Rows of the input of a product that are copied to their places.
-    fn copied(
-        &mut self,
-        grid: &Grid,
-        m: &MatVec,
-        chosen: Chosen,
-        (x, out): (WorkId, WorkId),
-        tiling: Tiling,
-    ) -> Result<(), String> {
-        self.input(grid, m, (x, Layout::Operand), None)?;
+    fn copied(&mut self, grid: &Grid, m: &MatVec, chosen: Chosen, out: WorkId, tiling: Tiling) -> Result<(), String> {
         self.layout(out, Layout::Grouped(tiling), m.k)?;
         let of = grid.operand(Role::X).ok_or("an operand is missing")?.buffer;
         let norm = m.norm.map(|norm| norm_of(grid, norm));
@@ -1214,7 +1224,7 @@ impl Judge<'_> {
                 match rest {
                     [] if is_last => return Ok(()),
                     [wave] if !is_last => {
-                        let Action::Attend { queries, out, tile, gate } = wave.action else {
+                        let Action::Attend { queries, out, tile, wide, gate } = wave.action else {
                             return no("expected attention");
                         };
                         self.holds(queries, Value::Queries(id))?;
@@ -1223,6 +1233,15 @@ impl Judge<'_> {
                             return no("expected the gate among the heads, where there is one");
                         }
                         gate.map_or(Ok(()), |gate| self.holds(gate, of_heads))?;
+                        let Machine { inputs, weights, .. } = self.plan.machine;
+                        // Slots of inputs follow those of weights, and the swizzle is of 1024 bytes.
+                        let begins = weights.bytes().is_multiple_of(1024);
+                        if wide && !(begins && attends_wide(self.validated.schedule(), id, a, inputs)) {
+                            return no("attention by warpgroups of heads, or with slots, that they do not take");
+                        }
+                        if wide && tile != WIDE_TILE {
+                            return no("expected the tile of attention by warpgroups");
+                        }
                         (wave, out, tile, 8 / a.heads_per_task * 16)
                     }
                     _ => return no("expected attention after the append, but in the last layer"),
@@ -1248,7 +1267,10 @@ impl Judge<'_> {
         let kept = if self.plan.machine.devices > 1 { a.group / a.heads_per_task } else { 1 };
         self.over(wave, Over::Heads { n: a.heads / a.heads_per_task, rows, kept })?;
         let pages = tile > 0 && tile.is_multiple_of(16) && page > 0 && page.is_multiple_of(tile);
-        if !pages || 2 * tile * row > self.plan.machine.inputs.slot_bytes {
+        // Warpgroups have keys and values in slots of their own.
+        let of_slot =
+            if matches!(wave.action, Action::Attend { wide: true, .. }) { tile } else { tile.saturating_mul(2) };
+        if !pages || of_slot.saturating_mul(row) > self.plan.machine.inputs.slot_bytes {
             return no("expected tiles of whole 16 positions that divide pages, with keys and values in one slot");
         }
         self.holds.insert(out, Value::Exchange(buffer(Role::Out)?));

@@ -439,8 +439,8 @@ impl Step<'_> {
             + match work.layout {
                 Layout::Rows(DType::F32 | DType::I32) => (row * cols + col) * 2,
                 Layout::Groups(_) | Layout::Sources(_) => (row * cols + col) * 2,
-                // Each place by itself: in which order warpgroups read it says the kernel.
-                Layout::Grouped(_) => row * cols.next_multiple_of(128) + col,
+                // Each place, or row, by itself: in which order warpgroups read it says the kernel.
+                Layout::Grouped(_) | Layout::Pieces => row * cols.next_multiple_of(128) + col,
                 Layout::Placed(_) => row * cols + col,
                 Layout::Rows(_) => row * cols + col,
                 Layout::Parts(_) | Layout::Packets(_) => self.part_cell(id, 0, row, col),
@@ -493,6 +493,7 @@ impl Step<'_> {
             Layout::Rows(_)
             | Layout::Operand
             | Layout::Tiles
+            | Layout::Pieces
             | Layout::Best
             | Layout::Splits(_)
             | Layout::Groups(_)
@@ -570,8 +571,8 @@ impl Step<'_> {
         if let (&Action::Experts { x, groups, out, pass, .. }, Op::MatVec(m)) = (&wave.action, &grid.op) {
             return self.experts(&grid, m, (x, groups, out), m.units().div_ceil(pass));
         }
-        if let Action::Fill { x, groups, sources, out } = wave.action {
-            return self.fill((x, groups, sources, out));
+        if let Action::Fill { pieces, groups, sources, out } = wave.action {
+            return self.fill((pieces, groups, sources, out));
         }
         let mut best = vec![vec![(f64::NEG_INFINITY, f64::from(i32::MAX)); self.plan.rows as usize]; sms];
         for (sm, share) in shares {
@@ -612,8 +613,12 @@ impl Step<'_> {
                 (&Action::Gather { x, choices, groups, places, out }, _) => {
                     self.gather(Some(x), choices, (groups, places, out), share);
                 }
-                (&Action::Places { choices, groups, places, sources }, _) => {
+                (&Action::Places { x, choices, groups, places, sources, pieces }, _) => {
                     self.gather(None, choices, (groups, places, sources), share);
+                    for row in self.rows(share) {
+                        let values = self.read(x, row);
+                        self.write(pieces, row, &values);
+                    }
                 }
                 (&Action::Combine { .. }, Op::Combine(combine)) => self.combine(&grid, combine, &wave.action, share),
                 (&Action::Convolve { x, scalars, out }, Op::Mix(mix)) => {

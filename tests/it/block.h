@@ -237,15 +237,17 @@ static void emulated_product(float& d0, float& d1, float& d2, float& d3, unsigne
   __syncwarp();
   for (int i = 0; i < 4; i++) *sums[i] = p.d[group + i / 2 * 8][pair + i % 2];
 }
-// wgmma with A in registers, by one of its four warps. B is stored as core matrices of 8 columns by 8 of k, `along_k` and `along_columns` apart.
-template <int N>
-static void emulated_warpgroup_product(float (&d)[N / 2], unsigned a0, unsigned a1, unsigned a2, unsigned a3, const unsigned char* b,
-                                       unsigned along_k, unsigned along_columns) {
+// wgmma with A in registers, by one of its four warps. B says where elements of the right operand lie, from offset `b` of shared memory on.
+template <int N, class B>
+static void emulated_warpgroup_product(float (&d)[N / 2], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned long long b) {
   const int lane = current % 32;
   for (int j = 0; j < N / 8; j++) {
     unsigned words[2]; // column lane / 4, pair lane % 4 of both eights of k
-    for (int half = 0; half < 2; half++)
-      std::memcpy(&words[half], b + half * along_k + j * along_columns + lane / 4 * 16 + lane % 4 * 4, 4);
+    for (int half = 0; half < 2; half++) {
+      unsigned short pair[2];
+      for (int i = 0; i < 2; i++) std::memcpy(&pair[i], smem + B::place(b + B::element(half * 8 + lane % 4 * 2 + i, j * 8 + lane / 4)), 2);
+      words[half] = pair[0] | unsigned(pair[1]) << 16;
+    }
     emulated_product(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3], a0, a1, a2, a3, words[0], words[1]);
   }
 }

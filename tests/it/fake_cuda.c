@@ -940,10 +940,12 @@ static int submit(Stream *stream, void (*run)(const Call *), Call call, void *co
 int cuTensorMapEncodeTiled(unsigned long long *map, int type, unsigned rank, void *address, const unsigned long long *dims, const unsigned long long *strides,
                            const unsigned *box, const unsigned *steps, int interleave, int swizzle, int promotion, int fill) {
     BOUND();
-    if (type != 5 || rank != 2 || interleave || swizzle || promotion < 0 || promotion > 3 || fill) return INVALID_VALUE;
-    if ((size_t)address % 16 || strides[0] % 16 || strides[0] < dims[0] * 8 || box[0] * 8 % 16 || steps[0] != 1 || steps[1] != 1) return INVALID_VALUE;
-    for (int i = 0; i < 2; i++)
-        if (!dims[i] || dims[i] > 1ull << 32 || !box[i] || box[i] > 256) return INVALID_VALUE;
+    if (type != 5 || rank < 2 || rank > 5 || interleave || swizzle < 0 || swizzle > 3 || promotion < 0 || promotion > 3 || fill) return INVALID_VALUE;
+    if ((size_t)address % 16 || strides[0] < dims[0] * 8 || box[0] * 8 % 16 || swizzle && box[0] * 8 > 16u << swizzle) return INVALID_VALUE;
+    for (unsigned i = 0; i < rank; i++)
+        if (!dims[i] || dims[i] > 1ull << 32 || !box[i] || box[i] > 256 || steps[i] != 1) return INVALID_VALUE;
+    for (unsigned i = 0; i + 1 < rank; i++)
+        if (!strides[i] || strides[i] % 16 || strides[i] >= 1ull << 40) return INVALID_VALUE;
     memset(map, 0, 128);
     return SUCCESS;
 }

@@ -858,10 +858,10 @@ impl Mutants<'_> {
         let attend = waves.iter().find(|wave| matches!(wave.action, Action::Attend { .. }));
         if let (
             Action::Append { queries, .. },
-            Some(Wave { action: Action::Attend { out, tile, gate, .. }, division, .. }),
+            Some(Wave { action: Action::Attend { out, tile, wide, gate, .. }, division, .. }),
         ) = (last.action.clone(), attend.cloned())
         {
-            let action = Action::Attend { queries, out, tile, gate };
+            let action = Action::Attend { queries, out, tile, wide, gate };
             self.add("attention of the last layer", wrong, |p| p.waves.push(Wave { action, division, ..last.clone() }));
         }
         self.add("a wave after the last one, of a buffer that does not exist", wrong, |p| {
@@ -959,13 +959,17 @@ impl Mutants<'_> {
                     let action = Action::Append { x, queries: x };
                     self.add(format!("w{w} in place"), Some("in-place"), |p| p.waves[w].action = action);
                 }
-                Action::Attend { queries, out, gate, tile: now } => {
+                Action::Attend { queries, out, gate, wide, tile: now } => {
                     for tile in [0, 8, 24, 80, 1024, u32::MAX - 15] {
-                        let action = Action::Attend { queries, out, tile, gate };
+                        let action = Action::Attend { queries, out, tile, wide, gate };
                         self.add(format!("w{w} in tiles of {tile}"), wrong, |p| p.waves[w].action = action);
                     }
+                    if !wide {
+                        let action = Action::Attend { queries, out, tile: now, wide: true, gate };
+                        self.add(format!("w{w} by warpgroups"), wrong, |p| p.waves[w].action = action);
+                    }
                     for gate in [gate.xor(Some(queries)), gate.map(|_| queries)].into_iter().filter(|of| *of != gate) {
-                        let action = Action::Attend { queries, out, tile: now, gate };
+                        let action = Action::Attend { queries, out, tile: now, wide, gate };
                         self.add(format!("w{w} with gate {gate:?}"), wrong, |p| p.waves[w].action = action);
                     }
                 }
@@ -992,8 +996,10 @@ impl Mutants<'_> {
                         let action = Action::AttendRow { x, out, tile, splits };
                         self.add(format!("w{w} in tiles of {tile}"), wrong, |p| p.waves[w].action = action);
                     }
-                    let apart =
-                        [Action::Append { x, queries: out }, Action::Attend { queries: x, out, tile: 16, gate: None }];
+                    let apart = [
+                        Action::Append { x, queries: out },
+                        Action::Attend { queries: x, out, tile: 16, wide: false, gate: None },
+                    ];
                     for action in apart {
                         let what = format!("w{w} as {}", action.name());
                         self.add(what, wrong, |p| p.waves[w].action = action);
@@ -2833,6 +2839,7 @@ impl Built {
             put(&name("shares"), bytemuck::cast_slice(&tables.shares));
             put(&name("records"), bytemuck::cast_slice(&tables.records));
             put(&name("boxes"), bytemuck::cast_slice(&tables.boxes));
+            put(&name("caches"), bytemuck::cast_slice(&tables.caches));
             put(&name("pack"), if schedule.machine.devices == 1 { &whole } else { &own });
         }
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -78,6 +78,12 @@ struct WeightBox {
   u32 box_units, piece_bytes, line_bytes, reserved;
 };
 static std::vector<WeightBox> weight_boxes;
+// After them: `CacheBox`.
+struct CacheBox {
+  u64 place, rows;
+  u32 row_bytes, reserved;
+};
+static std::vector<CacheBox> cache_boxes;
 template <class R>
 static Ring& ring_of() { return rings[R::FIRST == 0 ? 0 : 1]; }
 // The chunk of the wave at a cursor, and where it lies.
@@ -165,6 +171,21 @@ struct WaveLoader {
       smem[place ^ (place >> 7 & 3) << 4] = row < of.units && byte < of.unit_bytes ? constants.at(of.place + row * of.unit_bytes + byte) : 0;
     }
     ring_of<R>().landed[chunk_of(at)] += of.box_units * of.piece_bytes;
+  }
+  // 64 positions: of each 128 bytes the even ones of each eight, then the odd ones.
+  void copy_tile(u8* to, u32 box, u32 eight, u32 bytes) {
+    require(R::FIRST == 0 && box >= weight_boxes.size() && box < weight_boxes.size() + cache_boxes.size(), "a box that there is not");
+    require(std::find(boxes.begin(), boxes.end(), box) != boxes.end(), "a box whose tensor map was not fenced in the launch");
+    require(met, "a copy of keys or values before the blocks met");
+    const CacheBox& of = cache_boxes[box - weight_boxes.size()];
+    const u8* slot = slot_of(at);
+    require(bytes == 64 * of.row_bytes && of.row_bytes % 128 == 0 && u64(eight) * 8 + 64 <= of.rows, "a box that no tensor map has");
+    require((to - smem) % 1024 == 0 && to >= slot && to + bytes <= slot + R::SLOT_BYTES, "a box beyond its slot");
+    for (u32 i = 0; i < bytes; i++) {
+      const u32 half = i / (64 * 128), line = i / 128 % 64, position = line / 8 * 8 + line % 4 * 2 + line % 8 / 4;
+      to[i] = cache.at(of.place + (u64(eight) * 8 + position) * of.row_bytes + half * 128 + i % 128);
+    }
+    ring_of<R>().landed[chunk_of(at)] += bytes;
   }
   void meet() { met = true; }
   void meet_last_step() { met_last_step = true; }

@@ -47,12 +47,14 @@ struct OnDevice {
   std::vector<Share> shares;
   std::vector<ShareRecord> records;
   std::vector<WeightBox> boxes;
+  std::vector<CacheBox> caches;
   std::vector<u8> pack, work, cache;
   // Files of other devices than the first one have its number in their names.
   OnDevice(int device, size_t work_bytes, size_t cache_bytes) : work(work_bytes, 0), cache(cache_bytes, 0xff) {
     const auto name = [&](const char* of) { return of + (device ? std::to_string(device) : std::string()); };
     waves = contents<Wave>(name("waves").c_str()), shares = contents<Share>(name("shares").c_str());
     records = contents<ShareRecord>(name("records").c_str()), boxes = contents<WeightBox>(name("boxes").c_str());
+    caches = contents<CacheBox>(name("caches").c_str());
     pack = contents<u8>(name("pack").c_str());
   }
 };
@@ -60,7 +62,7 @@ constexpr int DEVICES = 1 + peers<Machine>();
 static std::vector<OnDevice> devices;
 static void swap_in(int device) {
   OnDevice& of = devices[device];
-  std::swap(weight_boxes, of.boxes), std::swap(constants, of.pack), std::swap(work, of.work), std::swap(cache, of.cache);
+  std::swap(weight_boxes, of.boxes), std::swap(cache_boxes, of.caches), std::swap(constants, of.pack), std::swap(work, of.work), std::swap(cache, of.cache);
 }
 // Calls `run` with the memory and the parameters of a device.
 template <class F>

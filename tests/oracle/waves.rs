@@ -431,8 +431,10 @@ pub fn works(action: &mut Action) -> Vec<&mut WorkId> {
         Action::Scores { x, out } => vec![x, out],
         Action::Route { scores, choices, shares } => vec![scores, choices, shares],
         Action::Gather { x, choices, groups, places, out } => vec![x, choices, groups, places, out],
-        Action::Places { choices, groups, places, sources } => vec![choices, groups, places, sources],
-        Action::Fill { x, groups, sources, out } => vec![x, groups, sources, out],
+        Action::Places { x, choices, groups, places, sources, pieces } => {
+            vec![x, choices, groups, places, sources, pieces]
+        }
+        Action::Fill { pieces, groups, sources, out } => vec![pieces, groups, sources, out],
         Action::Experts { x, groups, out, .. } => vec![x, groups, out],
         Action::Combine { x, places, shares, shared, gate, target } => {
             [x, places, shares].into_iter().chain(written_by(target)).chain(shared).chain(gate).collect()
