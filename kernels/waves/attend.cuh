@@ -49,10 +49,6 @@ struct WaveAttendWide {
   // A weight is 2^(FACTOR * (score - largest score)). Scores are products as they are, unless they are capped.
   static constexpr float UNIT = G::SOFTCAP > 0.f ? 1.f : G::SCALE, FACTOR = UNIT * 1.4426950408889634f;
 
-  // The positions that a share reads. The first one is a multiple of TILE.
-  static __device__ __forceinline__ u32 begin_of(const WaveParams& p, const Share& s) { return H::seen_from(p.position + s.row) / TILE * TILE; }
-  static __device__ __forceinline__ u32 end_of(const WaveParams& p, const Share& s) { return p.position + min(s.row + s.rows, p.row_count); }
-
   // ---- the loader ----------------------------------------------------------------------------------------------------
   // Keys of a tile, then values of the one before: the order in which they are multiplied.
   template <class R>
@@ -63,9 +59,9 @@ struct WaveAttendWide {
       for (u32 s = 0; s < shares.count; s++) {
         const Share share = shares[s];
         if (share.row >= l.p.row_count) continue;
-        const u32 kv = share.lo * QUERIES / G::GROUP, end = end_of(l.p, share);
+        const u32 kv = share.lo * QUERIES / G::GROUP, end = H::end_of(l.p, share);
         u32 before = 0;
-        for (u32 at = begin_of(l.p, share), n = 0; at < end; at += TILE, n++) {
+        for (u32 at = H::begin_of(l.p, share), n = 0; at < end; at += TILE, n++) {
           const u32 row = kv * u32(M::POOL_ROWS / 8) + H::pool_row(l.p, 0, at) / 8;
           load_tile(l, e.boxes, row);
           if (n > 0) load_tile(l, e.boxes + 1, before);
@@ -131,7 +127,7 @@ struct WaveAttendWide {
 #pragma unroll
     for (int i = 0; i < DIM / 2; i++) r.o[i] = 0.f;
     const Rows rows{int(c.p.position) + row0};
-    const int begin = int(begin_of(c.p, share)), end = int(end_of(c.p, share));
+    const int begin = int(H::begin_of(c.p, share)), end = int(H::end_of(c.p, share));
     Scores s;
     Weights p;
     float shrink[2];

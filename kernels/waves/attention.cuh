@@ -50,6 +50,9 @@ struct WaveHeads {
     return open(pair);
   }
   static __device__ __forceinline__ float2 open(u32 pair) { return make_float2(sigmoid(bf16_lo(pair)), sigmoid(bf16_hi(pair))); }
+  // The positions that a share of a chunk reads. The first one begins a tile.
+  static __device__ __forceinline__ u32 begin_of(const WaveParams& p, const Share& s) { return seen_from(p.position + s.row) / G::TILE * G::TILE; }
+  static __device__ __forceinline__ u32 end_of(const WaveParams& p, const Share& s) { return p.position + min(s.row + s.rows, p.row_count); }
   // Stores what a warp of a chunk has of 16 rows of a head, from `row0` on: a lane has a part of the sums of weights of rows lane / 4 and 8 further, and of row h
   // columns 8 n + lane % 4 * 2 and the next, `value(n, h)`.
   template <class F>
@@ -500,10 +503,6 @@ struct WaveAttend {
   typedef WaveTiles<M, G> T;
   static constexpr int QUERIES = T::QUERIES, ROW_TILES = M::WARPS / QUERIES, TILE_ROWS = ROW_TILES * 16, TILE = T::TILE, STEP = T::STEP, ROW = H::ROW;
 
-  // The positions that a share reads. The first one is a multiple of TILE.
-  static __device__ __forceinline__ u32 begin_of(const WaveParams& p, const Share& s) { return H::seen_from(p.position + s.row) / TILE * TILE; }
-  static __device__ __forceinline__ u32 end_of(const WaveParams& p, const Share& s) { return p.position + min(s.row + s.rows, p.row_count); }
-
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
     if constexpr (R::FIRST == 0) {
@@ -511,8 +510,8 @@ struct WaveAttend {
       for (u32 s = 0; s < shares.count; s++) {
         const Share share = shares[s];
         if (share.row >= l.p.row_count) continue;
-        const u32 end = end_of(l.p, share);
-        for (u32 at = begin_of(l.p, share); at < end; at += TILE) T::load_chunk(l, e, 0, int(share.lo) * QUERIES / G::GROUP, at, end);
+        const u32 end = H::end_of(l.p, share);
+        for (u32 at = H::begin_of(l.p, share); at < end; at += TILE) T::load_chunk(l, e, 0, int(share.lo) * QUERIES / G::GROUP, at, end);
       }
     }
   }
@@ -543,7 +542,7 @@ struct WaveAttend {
     // The positions of the rows of this warp, and the first position that a row sees.
     const int first = int(c.p.position) + row0, last = int(c.p.position) + min(row0 + 16, end_row) - 1;
     const auto start = [](int position) { return int(H::seen_from(u32(position))); };
-    const int begin = int(begin_of(c.p, share)), end = int(end_of(c.p, share));
+    const int begin = int(H::begin_of(c.p, share)), end = int(H::end_of(c.p, share));
 #pragma unroll 1
     for (int chunk = begin; chunk < end; chunk += TILE) {
       const u8* slot = wave_take(c, c.inputs);

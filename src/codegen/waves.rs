@@ -190,7 +190,7 @@ pub struct WaveTables {
     pub caches: Vec<CacheBox>,
 }
 
-/// A box of positions of a cache that one copy brings: 64 neighbouring ones of a pool, from a multiple of eight on, as `TileOperand` of waves/attend.cuh says.
+/// A box of positions of a cache that one copy brings: neighbouring ones of a pool, from a multiple of eight on, as `TileOperand` of waves/attend.cuh says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct CacheBox {
@@ -200,7 +200,8 @@ pub struct CacheBox {
     pub rows: u64,
     /// Bytes of a position, whole lines of 128.
     pub row_bytes: u32,
-    pub reserved: u32,
+    /// Positions of a box, whole eights.
+    pub positions: u32,
 }
 
 /// A box of weights that one copy brings: a piece of each of some units, side by side.
@@ -819,8 +820,8 @@ pub fn encode(proven: &Proven<'_>, device: u32) -> WaveTables {
         }
     }
     for (entry, wave) in tables.waves.iter_mut().zip(&plan.waves) {
-        if matches!(wave.action, Action::Attend { wide: true, .. }) {
-            let at = |place: u32| cache_box(proven, wave.grid, place);
+        if let Action::Attend { wide: true, tile, .. } = wave.action {
+            let at = |place: u32| cache_box(proven, wave.grid, place, tile);
             let of = [at(entry.k_cache), at(entry.v_cache)];
             entry.branch_bias = (tables.boxes.len() + tables.caches.len()) as u32;
             tables.caches.extend(of);
@@ -869,14 +870,14 @@ fn boxes_of(proven: &Proven<'_>, held: &Held, wave: &PlanWave) -> Option<Vec<Wei
     (!wave.boxes.is_empty()).then(|| wave.boxes.iter().map(of).collect())
 }
 
-/// The box of the pools that begin `place` times 256 bytes into the cache.
-fn cache_box(proven: &Proven<'_>, grid: GridId, place: u32) -> CacheBox {
+/// The box of `positions` positions of the pools that begin `place` times 256 bytes into the cache.
+fn cache_box(proven: &Proven<'_>, grid: GridId, place: u32, positions: u32) -> CacheBox {
     let program = &proven.validated().schedule().program;
     let Op::Attention(a) = &grid_of(proven, grid).op else { unreachable!("prove: a wave of attention") };
     let shape = Shape::of(program).expect("validate: a batch kernel has tables");
     let rows = u64::from(a.kv_heads()) * u64::from(shape.pages) * u64::from(shape.page_rows);
     let row_bytes = cache_row_bytes(a.head_dim, program.precision.cache);
-    CacheBox { place: u64::from(place) * PLACE_ALIGN_BYTES, rows, row_bytes, reserved: 0 }
+    CacheBox { place: u64::from(place) * PLACE_ALIGN_BYTES, rows, row_bytes, positions }
 }
 
 /// A wave without operands.

@@ -97,9 +97,8 @@ pub(super) fn tensor_maps(device: &Device, boxes: &[WeightBox], pack: u64) -> Re
     Ok(bytes)
 }
 
-/// Bytes of a line of a tile of positions, and positions of a tile.
+/// Bytes of a line of a position.
 const TILE_LINE_BYTES: u32 = 128;
-const TILE_POSITIONS: u32 = 64;
 
 /// The maps of `boxes` in the cache at device address `cache`. A box has, for each 128 bytes of a position, the even ones of each eight positions, then the odd ones.
 ///
@@ -115,7 +114,7 @@ pub(super) fn cache_maps(device: &Device, boxes: &[CacheBox], cache: u64) -> Res
             address: cache + of.place,
             dims: &[u64::from(elements), 4, 2, of.rows / 8, u64::from(lines)],
             strides: &[2 * row, row, 8 * row, line],
-            shape: &[elements, 4, 2, TILE_POSITIONS / 8, lines],
+            shape: &[elements, 4, 2, of.positions / 8, lines],
             swizzle: CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
         };
         encode(api, &tensor, &mut bytes)?;

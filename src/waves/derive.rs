@@ -1673,31 +1673,13 @@ impl Builder<'_> {
         let Some(paging) = cache.and_then(|cache| cache.paging) else {
             return refused(grid, "the cache", "pages");
         };
-        let inputs = self.plan.machine.inputs;
-        let wide = self.plan.form == Form::Chunk
-            && self.warpgroup_mma
-            && self.asked.knobs.tile == 0
-            && paging.rows.is_multiple_of(WIDE_TILE)
-            && attends_wide(self.schedule, id, a, inputs);
-        let tiles = [TILE_MAX, TILE_MAX / 2, TILE_MAX / 4];
-        let row_bytes = cache_row_bytes(a.head_dim, self.program.precision.cache);
-        let slot_bytes = inputs.slot_bytes;
-        let slot_bytes = if self.plan.form.decides() { slot_bytes.min(STEP_TILE_BYTES_MAX) } else { slot_bytes };
-        let fits = |tile: &u32| paging.rows.is_multiple_of(*tile) && 2 * tile * row_bytes <= slot_bytes;
-        let Some(most) = tiles.into_iter().find(fits) else {
-            return refused(grid, "pages", "a multiple of 16 positions");
-        };
-        let tile = chosen(self.asked.knobs.tile).unwrap_or(most);
-        if !fits(&tile) {
-            return refused_knob("wave_tile", tile, format!("at most {most}, as slots of inputs and pages hold"));
-        }
+        let (tile, wide) = self.tile_of(id, grid, a, paging.rows)?;
         let to = self.work("attended", self.operand(out), cols);
         self.inputs.insert(out, to);
         let n = a.head_groups();
         let kept = if self.plan.machine.devices > 1 { a.group / a.heads_per_task } else { 1 };
         if let Some(queries) = appended {
             let rows = WARPS / a.heads_per_task * 16;
-            let tile = if wide { WIDE_TILE } else { tile };
             self.push(id, Action::Attend { queries, out: to, tile, wide, gate }, Over::Heads { n, rows, kept });
             return Ok(());
         }
@@ -1707,6 +1689,28 @@ impl Builder<'_> {
             self.push(id, Action::Merge { out: to, splits, gate }, Over::Heads { n, rows: 1, kept });
         }
         Ok(())
+    }
+
+    /// Positions of a tile of attention with pages of `page_rows` positions, and whether warpgroups attend.
+    fn tile_of(&self, id: GridId, grid: &Grid, a: &Attention, page_rows: u32) -> Result<(u32, bool), Refused> {
+        let inputs = self.plan.machine.inputs;
+        let may = self.plan.form == Form::Chunk && self.warpgroup_mma && self.asked.knobs.tile == 0;
+        if may && page_rows.is_multiple_of(WIDE_TILE) && attends_wide(self.schedule, id, a, inputs) {
+            return Ok((WIDE_TILE, true));
+        }
+        let tiles = [TILE_MAX, TILE_MAX / 2, TILE_MAX / 4];
+        let row_bytes = cache_row_bytes(a.head_dim, self.program.precision.cache);
+        let slot_bytes = inputs.slot_bytes;
+        let slot_bytes = if self.plan.form.decides() { slot_bytes.min(STEP_TILE_BYTES_MAX) } else { slot_bytes };
+        let fits = |tile: &u32| page_rows.is_multiple_of(*tile) && 2 * tile * row_bytes <= slot_bytes;
+        let Some(most) = tiles.into_iter().find(fits) else {
+            return refused(grid, "pages", "a multiple of 16 positions");
+        };
+        let tile = chosen(self.asked.knobs.tile).unwrap_or(most);
+        if !fits(&tile) {
+            return refused_knob("wave_tile", tile, format!("at most {most}, as slots of inputs and pages hold"));
+        }
+        Ok((tile, false))
     }
 
     /// A wave that norms q and k over all heads; what it leaves.

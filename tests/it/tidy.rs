@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use monobloc::codegen::{
-    CONVOLVE_HEADERS, EXPERTS_HEADERS, HEADERS, JOIN_HEADERS, NET_HEADERS, ROWS_HEADERS, SAMPLER_HEADERS, SCAN_HEADERS,
-    STATE_HEADERS, WAVES_HEADERS,
+    ATTEND_HEADERS, CONVOLVE_HEADERS, EXPERTS_HEADERS, HEADERS, JOIN_HEADERS, NET_HEADERS, ROWS_HEADERS,
+    SAMPLER_HEADERS, SCAN_HEADERS, STATE_HEADERS, WAVES_HEADERS,
 };
 use monobloc::manifest::Manifest;
 use monobloc::model::config::schema_table;
@@ -673,6 +673,7 @@ fn the_compiler_gets_every_header_and_the_master_header_includes_them() {
         .chain(&SCAN_HEADERS)
         .chain(&CONVOLVE_HEADERS)
         .chain(&EXPERTS_HEADERS)
+        .chain(&ATTEND_HEADERS)
         .chain(&JOIN_HEADERS)
         .chain(&SAMPLER_HEADERS)
         .map(|(name, _)| *name)
@@ -684,10 +685,10 @@ fn the_compiler_gets_every_header_and_the_master_header_includes_them() {
         master.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"')).collect();
     // The header for waves includes that for rows, which includes that for one row; so does that of the sampler.
     included.extend(["monobloc_waves.cuh", "monobloc_sampler.cuh"]);
-    // Kernels with experts or recurrent states include theirs themselves, and so do drafts.
+    // Kernels with experts, recurrent states or attention by warpgroups include theirs themselves, and so do drafts.
     let states =
         STATE_HEADERS.iter().chain(&NET_HEADERS).chain(&SCAN_HEADERS).chain(&CONVOLVE_HEADERS).chain(&JOIN_HEADERS);
-    included.extend(EXPERTS_HEADERS.iter().chain(states).map(|(name, _)| *name));
+    included.extend(EXPERTS_HEADERS.iter().chain(&ATTEND_HEADERS).chain(states).map(|(name, _)| *name));
     included.sort();
     included.dedup();
     assert_eq!(included, listed, "the headers of each kind of kernel include every header");

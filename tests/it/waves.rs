@@ -277,6 +277,9 @@ fn decided(name: &str, graph: &ModelGraph) -> String {
         if let Some(tile) = plan.waves.iter().find_map(tile) {
             lines += &format!(", attention in tiles of {tile}");
         }
+        if plan.waves.iter().any(|wave| matches!(wave.action, Action::Attend { wide: true, .. })) {
+            lines += " by warpgroups";
+        }
         let holding = plan.waves.iter().filter(|wave| wave.action.held() > 0).count();
         for (count, what) in [(holding, "waves with held weights"), (tile_waves(plan).len(), "waves of tiles")] {
             lines += &if count > 0 { format!(", {count} of {} {what}", plan.waves.len()) } else { String::new() };
@@ -2948,20 +2951,24 @@ pub fn worst_position(expected: &[[Rows; 2]], found: &[[Rows; 2]]) -> f64 {
     most
 }
 
-/// The generated text, its tables and the pack, run block by block: heads with norms, norms after branches and windows; LayerNorm, biases
-/// and plain activations. bf16 rounds each activation to 2^-9 of itself.
+/// The generated text, its tables and the pack, run block by block: heads with norms, norms after branches, windows and capped scores; LayerNorm, biases
+/// and plain activations; heads of 64 and of 128 dimensions, more positions than a tile has, and a last tile that is not full. bf16 rounds each
+/// activation to 2^-9 of itself.
 #[test]
 fn a_generated_kernel_computes_keys_and_values_of_its_model() {
     // With the parts of k that `down` has in a launch of one block.
-    for (name, within, count, parts) in [
-        ("families/gemma3", None, 140, 1),
-        ("families/starcoder2", None, 30, 1),
-        ("families/llama-gqa", Some(DIVIDED), 150, 4),
+    for (name, hidden, within, count, parts) in [
+        ("families/gemma3", 128, None, 140, 1),
+        ("families/gemma2", 128, None, 70, 1),
+        ("families/starcoder2", 256, None, 70, 1),
+        ("families/llama-gqa", 128, Some(DIVIDED), 150, 4),
     ] {
-        let ((_folder, imported), target) = (stored(&of_size(name, 128, within)), small());
+        let ((_folder, imported), target) = (stored(&of_size(name, hidden, within)), small());
         let validated = kernel(&imported.graph, &target);
         let proven = proven(&validated, &target, Form::Chunk, 256).unwrap();
         assert_eq!(parts_of_k(proven.plan()), parts, "{name}");
+        let wide = |wave: &Wave| matches!(wave.action, Action::Attend { wide: true, .. });
+        assert!(proven.plan().waves.iter().any(wide), "{name}: warpgroups attend");
         let shape = Shape::of(&validated.schedule().program).unwrap();
         // Pages in no order.
         let page_of: Vec<u32> = (0..shape.blocks()).map(|block| (block * 7 + 5) % shape.pages).collect();

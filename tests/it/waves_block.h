@@ -81,7 +81,7 @@ static std::vector<WeightBox> weight_boxes;
 // After them: `CacheBox`.
 struct CacheBox {
   u64 place, rows;
-  u32 row_bytes, reserved;
+  u32 row_bytes, positions;
 };
 static std::vector<CacheBox> cache_boxes;
 template <class R>
@@ -172,17 +172,17 @@ struct WaveLoader {
     }
     ring_of<R>().landed[chunk_of(at)] += of.box_units * of.piece_bytes;
   }
-  // 64 positions: of each 128 bytes the even ones of each eight, then the odd ones.
+  // Of each 128 bytes of positions the even ones of each eight, then the odd ones.
   void copy_tile(u8* to, u32 box, u32 eight, u32 bytes) {
     require(R::FIRST == 0 && box >= weight_boxes.size() && box < weight_boxes.size() + cache_boxes.size(), "a box that there is not");
     require(std::find(boxes.begin(), boxes.end(), box) != boxes.end(), "a box whose tensor map was not fenced in the launch");
     require(met, "a copy of keys or values before the blocks met");
     const CacheBox& of = cache_boxes[box - weight_boxes.size()];
     const u8* slot = slot_of(at);
-    require(bytes == 64 * of.row_bytes && of.row_bytes % 128 == 0 && u64(eight) * 8 + 64 <= of.rows, "a box that no tensor map has");
+    require(bytes == of.positions * of.row_bytes && of.row_bytes % 128 == 0 && u64(eight) * 8 + of.positions <= of.rows, "a box that no tensor map has");
     require((to - smem) % 1024 == 0 && to >= slot && to + bytes <= slot + R::SLOT_BYTES, "a box beyond its slot");
     for (u32 i = 0; i < bytes; i++) {
-      const u32 half = i / (64 * 128), line = i / 128 % 64, position = line / 8 * 8 + line % 4 * 2 + line % 8 / 4;
+      const u32 half = i / (of.positions * 128), line = i / 128 % of.positions, position = line / 8 * 8 + line % 4 * 2 + line % 8 / 4;
       to[i] = cache.at(of.place + (u64(eight) * 8 + position) * of.row_bytes + half * 128 + i % 128);
     }
     ring_of<R>().landed[chunk_of(at)] += bytes;

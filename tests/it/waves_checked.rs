@@ -404,6 +404,7 @@ fn wrong_mamba_beside_experts_does_not_pass_its_check() {
             CheckError::Cached { .. }
                 | CheckError::Routed { .. }
                 | CheckError::Wrong { .. }
+                | CheckError::CutsDiffer { .. }
                 | CheckError::Argmax { .. }
         );
         assert!(is_found, "{what}: {error}");
