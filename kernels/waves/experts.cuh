@@ -423,7 +423,7 @@ struct WaveFill : WavePlacePieces<M, G> {
 #pragma unroll
           for (int k = 0; k < AT_ONCE; k++)
             held[i][k] = *reinterpret_cast<const uint4*>(x + u64(min(rows[i], c.p.row_count - 1)) * P::ROW_BYTES + min(from + k * ACROSS, P::PIECES - 1) * 16);
-        // Asked for before the stores, behind which loads would wait.
+        // Asked for before the stores: a load after them would wait for L2 once more.
         if (from == first)
 #pragma unroll
           for (int i = 0; i < GROUPS; i++) next[i] = row_of(n + (GROUPS + i) * M::SMS);

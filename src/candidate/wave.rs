@@ -71,7 +71,7 @@ wave_knobs! {
     held "wave_held" [0, 1, 2, 4, 6, 8], false true,
         "chunks of weights that warps hold in registers while SMs meet, where they fit; 1: none; 0: 4";
     tile "wave_tile" [0, 16, 32, 64], true true,
-        "positions of a tile of attention; 0: as many as a slot of inputs holds, up to 64";
+        "positions of a tile of attention by warps; 0: warpgroups attend in chunks where they can, else as many as a slot of inputs holds, up to 64";
     row_groups "wave_row_groups" [0, 1, 2, 4, 8], true true,
         "groups of warps that share the rows of a product; 0: those that read fewest bytes of shared memory";
     unit_groups "wave_unit_groups" [0, 1, 2, 4, 8], false true,
