@@ -905,17 +905,7 @@ struct WaveExperts {
       if constexpr (TOGETHER_STORED && G::EPILOGUE == Epilogue::STORE && COLS % 8 == 0) {
         if (u32(c.warp()) * 4 + 3 < item.units) {
           // Lane t takes unit t of four, of which four lanes have two columns each.
-          const bool high = t & 2, odd = t & 1;
-          const u32 given[2] = {high ? pairs[0] : pairs[2], high ? pairs[1] : pairs[3]};
-          u32 own[2][2] = {{high ? pairs[2] : pairs[0], 0}, {high ? pairs[3] : pairs[1], 0}}; // of units t & 2 and the next: columns of lane t & 1, and of the one two further
-#pragma unroll
-          for (int i = 0; i < 2; i++) {
-            const u32 other = __shfl_xor_sync(~0u, given[i], 2);
-            own[i][1] = high ? own[i][0] : other;
-            own[i][0] = high ? other : own[i][0];
-          }
-          const u32 first = __shfl_xor_sync(~0u, odd ? own[0][0] : own[1][0], 1), second = __shfl_xor_sync(~0u, odd ? own[0][1] : own[1][1], 1);
-          const uint4 piece = odd ? make_uint4(first, own[1][0], second, own[1][1]) : make_uint4(own[0][0], first, own[0][1], second);
+          const uint4 piece = words_of_four(pairs, t);
           if (exists) *reinterpret_cast<uint4*>(to(place, (item.own + u32(c.warp()) * 4 + t) * G::UNIT_ROWS)) = piece;
           continue;
         }

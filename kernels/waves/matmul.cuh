@@ -1187,20 +1187,10 @@ struct WaveMatMul {
       const float2 y = settled(c, e, part, unit + i / 2, row + i % 2 * 8, t, sums_of(d, from + i / 2, i % 2));
       made[i] = bf16_pair(y.x, y.y);
     }
-    // Lane t takes result t: of lanes t ^ 1, t ^ 2 and t ^ 3 what they have of it.
-    u32 piece[4];
-#pragma unroll
-    for (int other = 0; other < 4; other++) {
-      const int wanted = t ^ other; // by that lane
-      const u32 given = wanted == 0 ? made[0] : wanted == 1 ? made[1] : wanted == 2 ? made[2] : made[3];
-      const u32 got = other ? __shfl_xor_sync(~0u, given, other) : given;
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        if ((t ^ other) == i) piece[i] = got;
-    }
+    const uint4 piece = words_of_four(made, t);
     const u32 mine = u32(row + t % 2 * 8);
     const u64 at = u64(mine) * G::ROWS + (unit + t / 2) * G::UNIT_ROWS;
-    if (mine < c.p.row_count) c.template give<true>(reinterpret_cast<uint4*>(c.template work<u8>(e.out) + at * 2), make_uint4(piece[0], piece[1], piece[2], piece[3]));
+    if (mine < c.p.row_count) c.template give<true>(reinterpret_cast<uint4*>(c.template work<u8>(e.out) + at * 2), piece);
   }
   // With the instruction of fewest columns, in multiples of 64, that has those of the pass.
   template <int N>

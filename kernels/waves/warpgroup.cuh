@@ -170,3 +170,18 @@ __device__ __forceinline__ float2 transposed(float a, float b) {
   return make_float2(__uint_as_float(__byte_perm(low, high, 0x5410)), __uint_as_float(__byte_perm(low, high, 0x7632)));
 #endif
 }
+
+// Of four lanes side by side, of which this is lane t: word t of each of them, in their order. Lanes two apart exchange two words each, then neighbours.
+__device__ __forceinline__ uint4 words_of_four(const u32 (&words)[4], int t) {
+  const bool high = t & 2, odd = t & 1;
+  const u32 given[2] = {high ? words[0] : words[2], high ? words[1] : words[3]};
+  u32 own[2][2] = {{high ? words[2] : words[0], 0}, {high ? words[3] : words[1], 0}}; // words t & 2 and the next: of lane t & 1, and of the one two further
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const u32 other = __shfl_xor_sync(~0u, given[i], 2);
+    own[i][1] = high ? own[i][0] : other;
+    own[i][0] = high ? other : own[i][0];
+  }
+  const u32 first = __shfl_xor_sync(~0u, odd ? own[0][0] : own[1][0], 1), second = __shfl_xor_sync(~0u, odd ? own[0][1] : own[1][1], 1);
+  return odd ? make_uint4(first, own[1][0], second, own[1][1]) : make_uint4(own[0][0], first, own[0][1], second);
+}

@@ -111,8 +111,8 @@ struct Shared {
     streams: Vec<Arc<Stream>>,
 }
 
-/// The same, with a cache.
-struct Held {
+/// The same, with the cache that it has in any case.
+struct Buffers {
     pack: Arc<DeviceBuffer>,
     cache: Arc<DeviceBuffer>,
     streams: Vec<Arc<Stream>>,
@@ -142,7 +142,7 @@ impl OnDevice {
         proven: &Proven<'_>,
         cubin: &[u8],
         (trace, steps_max): (Trace, u32),
-        Held { pack, cache, streams }: &Held,
+        Buffers { pack, cache, streams }: &Buffers,
         abort: Option<Arc<MappedBuffer>>,
     ) -> Result<OnDevice, SessionError> {
         let (plan, program) = (proven.plan(), &proven.validated().schedule().program);
@@ -217,14 +217,14 @@ impl Loaded {
         let shape = Shape { rows: plan.rows, ..of_rows };
         let Shared { pack, cache, streams } = shared;
         let cache = cache_or_own(cache, device, &streams[0], schedule.arena_bytes(Space::Cache))?;
-        let held = Held { pack, cache, streams };
-        let own = OnDevice::load(device, 0, proven, cubin, (trace, steps_max), &held, None)?;
+        let buffers = Buffers { pack, cache, streams };
+        let own = OnDevice::load(device, 0, proven, cubin, (trace, steps_max), &buffers, None)?;
         let mut peers = vec![];
         for (index, other) in (1..).zip(device.others()) {
             let abort = Some(own.watched.abort_word());
-            peers.push(OnDevice::load(other, index, proven, cubin, (trace, steps_max), &held, abort)?);
+            peers.push(OnDevice::load(other, index, proven, cubin, (trace, steps_max), &buffers, abort)?);
         }
-        let Held { pack, cache, streams } = held;
+        let Buffers { pack, cache, streams } = buffers;
         let stamp_words = stamp_words(plan, trace);
         let loaded = Loaded {
             shape,
