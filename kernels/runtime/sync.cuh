@@ -406,6 +406,12 @@ __device__ __forceinline__ void consumer_barrier() {
   asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 
+// The same of one of up to four teams of threads of the block.
+template <int THREADS>
+__device__ __forceinline__ void team_barrier(int team) {
+  asm volatile("bar.sync %0, %1;" ::"r"(2 + team), "n"(THREADS) : "memory");
+}
+
 // Gives each calling thread a place of its own in a list of this block. Orders nothing.
 __device__ __forceinline__ u32 take_place(u32* count) { return atomicAdd(count, 1u); }
 // Takes `count` places and returns the first; adds to a sum; raises a maximum: of several threads or blocks. They order nothing: a reader

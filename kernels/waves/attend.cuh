@@ -16,7 +16,15 @@ struct TileOperand {
 #ifndef __CUDA_ARCH__
     return u64(from - smem); // tests of ops on a CPU
 #else
-    return u64(leading >> 4) << 16 | u64(EIGHT_BYTES >> 4) << 32 | u64(1) << 62 | (smem_address(from) & 0x3ffff) >> 4;
+    return u64(EIGHT_BYTES >> 4 | 1u << 30) << 32 | uniform(leading >> 4 << 16 | (smem_address(from) & 0x3ffff) >> 4);
+#endif
+  }
+  // `bytes` further on. The upper word is a constant, so few instructions make a descriptor, and the products of a tile follow each other faster.
+  static __device__ __forceinline__ u64 next(u64 at, u32 bytes) {
+#ifndef __CUDA_ARCH__
+    return at + bytes;
+#else
+    return at >> 32 << 32 | (u32(at) + (bytes >> 4));
 #endif
   }
   // What the swizzle of 128 bytes makes of a place in shared memory.
@@ -26,7 +34,7 @@ struct TileOperand {
 struct KeyOperand : TileOperand {
   static constexpr bool TRANSPOSED = false;
   // 16 dimensions from `dim` on.
-  static __device__ __forceinline__ u64 of(const u8* keys, u32 dim) { return at(keys + dim / 64 * HALF_BYTES + dim % 64 * 2, 16); }
+  static __device__ __forceinline__ u64 of(u64 first, u32 dim) { return next(first, dim / 64 * HALF_BYTES + dim % 64 * 2); }
   // Where the instruction has an element, from `of(..)` on, before the swizzle.
   static __device__ __forceinline__ u32 element(u32 k, u32 column) { return column * LINE_BYTES + k * 2; }
 };
@@ -34,7 +42,7 @@ struct KeyOperand : TileOperand {
 struct ValueOperand : TileOperand {
   static constexpr bool TRANSPOSED = true;
   // All dimensions of 16 lines from `line` on.
-  static __device__ __forceinline__ u64 of(const u8* values, u32 line) { return at(values + line * LINE_BYTES, HALF_BYTES); }
+  static __device__ __forceinline__ u64 of(u64 first, u32 line) { return next(first, line * LINE_BYTES); }
   static __device__ __forceinline__ u32 element(u32 k, u32 column) { return column / 64 * HALF_BYTES + k * LINE_BYTES + column % 64 * 2; }
 };
 
@@ -47,7 +55,7 @@ struct WaveAttendWide {
   static_assert(TILE_BYTES <= u32(M::INPUT_BYTES) && M::PAGE_ROWS % TILE == 0 && M::INPUT_AT % 1024 == 0 && M::INPUT_BYTES % 1024 == 0, "a slot holds a tile");
   static_assert(G::SCALE > 0.f, "the largest score is that of the largest product");
   // A weight is 2^(FACTOR * (score - largest score)). Scores are products as they are, unless they are capped.
-  static constexpr float UNIT = G::SOFTCAP > 0.f ? 1.f : G::SCALE, FACTOR = UNIT * 1.4426950408889634f;
+  static constexpr float UNIT = G::SOFTCAP > 0.f ? 1.f : G::SCALE, FACTOR = UNIT * 1.4426950408889634f, GROWTH = 8.f / FACTOR;
 
   // ---- the loader ----------------------------------------------------------------------------------------------------
   // Keys of a tile, then values of the one before: the order in which they are multiplied.
@@ -149,19 +157,25 @@ struct WaveAttendWide {
 #pragma unroll 1
     for (; now + TILE < end; now += TILE) {
       keys = take();
+      const u8* const values = take();
       warpgroup_begin();
       score(keys, q, s);
-      add(take(), p, r.o);
+      add(values, p, r.o);
       warpgroup_await<1>();
       warpgroup_done(s);
       wave_release(c, c.inputs);
       weigh(rows, lane, now + TILE, s, r, shrink);
-      warpgroup_done(s); // computed before the wait
-      warpgroup_await<0>();
-      warpgroup_done(r.o);
-      wave_release(c, c.inputs);
+      // Both ways wait. ptxas moves a wait to the beginning of its block, and weights would be computed after it: so it begins a block of its own.
+      if (__any_sync(~0u, shrink[0] < 1.f || shrink[1] < 1.f)) {
+        warpgroup_await<0>();
+        warpgroup_done(r.o);
 #pragma unroll
-      for (int i = 0; i < DIM / 2; i++) r.o[i] *= shrink[i / 2 % 2];
+        for (int i = 0; i < DIM / 2; i++) r.o[i] *= shrink[i / 2 % 2];
+      } else {
+        warpgroup_await<0>();
+        warpgroup_done(r.o);
+      }
+      wave_release(c, c.inputs);
       settle(s, p);
     }
     u8* values = const_cast<u8*>(take());
@@ -175,15 +189,17 @@ struct WaveAttendWide {
   }
   // Begins s = q K^T.
   static __device__ __forceinline__ void score(const u8* keys, const u32 (&q)[DIM / 16][4], Scores& s) {
-    warpgroup_product<TILE, true, KeyOperand>(s, q[0][0], q[0][1], q[0][2], q[0][3], KeyOperand::of(keys, 0));
+    const u64 first = KeyOperand::at(keys, 16);
+    warpgroup_product<TILE, true, KeyOperand>(s, q[0][0], q[0][1], q[0][2], q[0][3], first);
 #pragma unroll
-    for (int i = 1; i < DIM / 16; i++) warpgroup_product<TILE, false, KeyOperand>(s, q[i][0], q[i][1], q[i][2], q[i][3], KeyOperand::of(keys, i * 16));
+    for (int i = 1; i < DIM / 16; i++) warpgroup_product<TILE, false, KeyOperand>(s, q[i][0], q[i][1], q[i][2], q[i][3], KeyOperand::of(first, i * 16));
     warpgroup_commit();
   }
   // Begins o += p V.
   static __device__ __forceinline__ void add(const u8* values, const Weights& p, float (&o)[DIM / 2]) {
+    const u64 first = ValueOperand::at(values, ValueOperand::HALF_BYTES);
 #pragma unroll
-    for (int i = 0; i < TILE / 16; i++) warpgroup_product<DIM, false, ValueOperand>(o, p[i][0], p[i][1], p[i][2], p[i][3], ValueOperand::of(values, i * 16));
+    for (int i = 0; i < TILE / 16; i++) warpgroup_product<DIM, false, ValueOperand>(o, p[i][0], p[i][1], p[i][2], p[i][3], ValueOperand::of(first, i * 16));
     warpgroup_commit();
   }
   // Makes weights of the scores of the tile at `at`, and says what earlier sums are multiplied by.
@@ -214,10 +230,12 @@ struct WaveAttendWide {
       for (int n = 0; n < EIGHTS; n++) top = fmaxf(top, fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1]));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      // Where scores grow by little, weights stay relative to an older maximum, and are up to 2^8: so earlier sums seldom shrink.
+      const float now = top > r.m[h] + GROWTH ? top : r.m[h];
       // A tile in which a row sees no position changes nothing.
-      const float shift = top > NEGATIVE_INFINITY ? top * FACTOR : 0.f;
-      shrink[h] = exp2_fast(r.m[h] * FACTOR - shift);
-      r.m[h] = top;
+      const float shift = now > NEGATIVE_INFINITY ? now * FACTOR : 0.f;
+      shrink[h] = now > r.m[h] ? exp2_fast((r.m[h] - now) * FACTOR) : 1.f;
+      r.m[h] = now;
       float sum = 0.f;
 #pragma unroll
       for (int n = 0; n < EIGHTS; n++) {

@@ -141,7 +141,7 @@ struct WaveNormHeads {
       squares[0] += col < QUERIES ? own : 0.f;
       squares[1] += col >= QUERIES && col < QUERIES + KEYS ? own : 0.f;
     });
-    float(&stats)[4][M::WARPS] = c.state().stats[round];
+    auto& stats = c.state().stats[round];
 #pragma unroll
     for (int kind = 0; kind < 2; kind++) {
       const float sum = warp_sum(squares[kind]);
@@ -234,7 +234,8 @@ struct WavePieces {
     float weight[NORMS ? 8 : 1], cosine[ANGLES], sine[ANGLES];
     bool norms, turns;
     Turn() = default;
-    __device__ __forceinline__ Turn(const WaveContext<M>& c, const Wave& e, const Place& at)
+    // `before`: of an earlier head of the same row, if any. It is not one of values unless this one is, too.
+    __device__ __forceinline__ Turn(const WaveContext<M>& c, const Wave& e, const Place& at, const Turn* before = nullptr)
         : norms(at.kind == 0 ? G::Q_NORM == HeadNorm::HEAD : at.kind == 1 && G::K_NORM == HeadNorm::HEAD), turns(at.live && at.kind < 2 && (!HALVES || at.lane < TURNED)) {
       if constexpr (NORMS) {
         const float* from = c.template constant<float>(at.kind == 0 ? e.q_norm : e.k_norm) + at.lane * 8;
@@ -243,6 +244,11 @@ struct WavePieces {
           const float4 v = at.live && norms ? __ldg(reinterpret_cast<const float4*>(from + k)) : make_float4(1.f, 1.f, 1.f, 1.f);
           weight[k] = v.x, weight[k + 1] = v.y, weight[k + 2] = v.z, weight[k + 3] = v.w;
         }
+      }
+      if (before) {
+#pragma unroll
+        for (int k = 0; k < ANGLES; k++) cosine[k] = before->cosine[k], sine[k] = before->sine[k];
+        return;
       }
       const float* angle = c.template constant<float>(e.rope) + u64(at.position) * G::ROTARY + (HALVES ? at.lane % (TURNED / 2) * 8 : at.lane * 4);
 #pragma unroll
@@ -321,28 +327,30 @@ struct WaveAppend {
       const u32 end = min(share.row + share.rows, c.p.row_count);
       if (share.row >= end) continue;
       const int all = int(end - share.row) * P::HEADS;
-      constexpr int STRIDE = M::WARPS * P::HEADS_AT_ONCE;
+      // A lane has heads of one row in a round, if whole rounds have the heads of a row: then its angles are loaded once.
+      constexpr int ROUND = P::ROUNDS * P::HEADS_AT_ONCE;
+      constexpr bool ONE_ROW = P::HEADS % ROUND == 0;
       const auto place_at = [&](int n) { return typename P::Place(c, int(share.row) + (n < all ? n / P::HEADS : 0), n < all ? n % P::HEADS : 0, n < all); };
       // All loads of a round come before its first store, and so do those of heads of the next round, if registers have room: each takes the time of L2.
       constexpr bool AHEAD = G::PARTS == 0;
       typename P::Piece v[P::ROUNDS], next[AHEAD ? P::ROUNDS : 1];
       const auto load_heads = [&](int first, auto& to) {
 #pragma unroll
-        for (int i = 0; i < P::ROUNDS; i++) P::head_piece(c, e, place_at(first + i * STRIDE + c.lane() / P::LANES), to[i]);
+        for (int i = 0; i < P::ROUNDS; i++) P::head_piece(c, e, place_at(first + i * P::HEADS_AT_ONCE + c.lane() / P::LANES), to[i]);
       };
-      if constexpr (AHEAD) load_heads(c.warp() * P::HEADS_AT_ONCE, v);
+      if constexpr (AHEAD) load_heads(c.warp() * ROUND, v);
 #pragma unroll 1
-      for (int first = c.warp() * P::HEADS_AT_ONCE; first < all; first += P::ROUNDS * STRIDE) {
-        const auto place = [&](int i) { return place_at(first + i * STRIDE + c.lane() / P::LANES); };
+      for (int first = c.warp() * ROUND; first < all; first += M::WARPS * ROUND) {
+        const auto place = [&](int i) { return place_at(first + i * P::HEADS_AT_ONCE + c.lane() / P::LANES); };
         if constexpr (!AHEAD) load_heads(first, v);
         typename P::Turn by[P::ROUNDS];
         u32 rows[P::ROUNDS];
 #pragma unroll
         for (int i = 0; i < P::ROUNDS; i++) {
-          by[i] = typename P::Turn(c, e, place(i));
-          rows[i] = P::appended_row(c, place(i));
+          by[i] = typename P::Turn(c, e, place(i), ONE_ROW && i > 0 ? &by[0] : nullptr);
+          rows[i] = ONE_ROW && i > 0 ? rows[0] : P::appended_row(c, place(i));
         }
-        if constexpr (AHEAD) load_heads(first + P::ROUNDS * STRIDE, next);
+        if constexpr (AHEAD) load_heads(first + M::WARPS * ROUND, next);
 #pragma unroll
         for (int i = 0; i < P::ROUNDS; i++) {
           const typename P::Place at = place(i);

@@ -13,7 +13,7 @@ struct alignas(16) Wave {
   u32 out; // work arena: what it writes
   u32 residual; // work arena
   union { u32 branch, square_parts, gate; }; // work arena: what is added to the residual; of attention what KV splits leave, or heads with the gate; of a product parts of squares, or where sums of parts go
-  u32 weight; // matrix
+  union { u32 weight, rows; }; // matrix; or work arena: the output row by row
   union { u32 norm_weight, q_norm; }; // norm weight of the output, or of q
   union { u32 norm_bias, k_norm, shown; }; // norm bias of the output, or norm weight of k; of a product 1 if the residual goes to all devices
   union { u32 bias, rope, table; }; // by op
@@ -145,12 +145,15 @@ struct WaveTurns {
 };
 template <>
 struct WaveTurns<0> {};
+// Rows side by side of a chunk of which the input of a product has the same 16 bytes in one line.
+constexpr u32 ROWS_OF_LINE = 8;
 template <class M>
 struct WaveState : WaveTurns<told_turns<M>(nullptr)> {
   Watchdog dog;
   u64 full[M::INPUT_SLOTS + M::WEIGHT_SLOTS];
   u64 empty[M::INPUT_SLOTS + M::WEIGHT_SLOTS];
-  float stats[2][4][M::WARPS]; // [parity of the rows at hand][mean and squares of a branch, of the sum][warp]
+  // Of a step: [parity of the row at hand][mean and squares of a branch, of the sum][warp]. Of a chunk: [parity of the sum at hand][row of those side by side][warp].
+  float stats[2][M::STEPS ? 4 : ROWS_OF_LINE][M::WARPS];
   HeldWave now, next; // for consumers; the next one arrives while they run the current one
   // Of a step: where each row is before the first step, and which row of the page table it has.
   u32 positions[M::STEPS ? M::BLOCK_ROWS : 1], sequences[M::STEPS ? M::BLOCK_ROWS : 1];

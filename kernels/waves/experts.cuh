@@ -10,14 +10,13 @@
 //   branch       groups (1 + tiles) of 16 bytes: the number of tiles, and how many tickets blocks have drawn for the first product and for the second; then for each tile its
 //                expert, the first tile of that expert, its tiles, and its slots
 //   squares      places (rows, TOP_K)
-//   squares_out  shares (rows, TOP_K)        fp32; of the wave that finds places of a chunk, rows of pieces
+//   squares_out  shares (rows, TOP_K)        fp32
 #pragma once
 
 __device__ __forceinline__ u32 choices_of(const Wave& e) { return e.residual; }
 __device__ __forceinline__ u32 groups_of(const Wave& e) { return e.branch; }
 __device__ __forceinline__ u32 places_of(const Wave& e) { return e.squares; }
 __device__ __forceinline__ u32 shares_of(const Wave& e) { return e.squares_out; }
-__device__ __forceinline__ u32 pieces_of(const Wave& e) { return e.squares_out; }
 
 // scores: y = x W^T + bias in fp32, of 16 rows by COLUMNS columns at once in a step, which has few rows, and of 64 in a chunk.
 //
@@ -224,26 +223,6 @@ struct TilePlace {
   }
 };
 
-// Rows and places in pieces of 16 bytes.
-template <class M, class G>
-struct WavePlacePieces {
-  static constexpr int THREADS = M::WARPS * 32;
-  typedef OperandPlace<G::K, M::BLOCK_ROWS, M::WARPGROUPS> X;
-  typedef TilePlace<M, G::K, G::TILE> Out;
-  static constexpr int PIECES = int(X::BLOCKS) * 8; // of a row: those that pad its last 128 columns, too
-
-  // Piece `i` of a row: of 32 columns those that warpgroups read at once.
-  static __device__ __forceinline__ u32 column(int i) { return u32(i / 4 * 32 + i % 4 * 2); }
-  static __device__ __forceinline__ uint4 piece(const u8* x, u32 row, int i) {
-    const u32 col = column(i);
-    if constexpr (M::WARPGROUPS) return *reinterpret_cast<const uint4*>(x + X::at(row, col));
-    const auto word = [&](u32 t) { return *reinterpret_cast<const u32*>(x + X::at(row, col + 8 * t)); };
-    return make_uint4(word(0), word(1), word(2), word(3));
-  }
-  // Bytes of a row of pieces, one after another (`Layout::Pieces`).
-  static constexpr u32 ROW_BYTES = PIECES * 16;
-};
-
 // gather: of a step, finds the place of each slot of each row, and copies the row there.
 //
 // x (rows, K)    bf16, in the layout of operands
@@ -251,10 +230,19 @@ struct WavePlacePieces {
 //
 // owner    of the places of a row: the block that has the row. The block with row 0 stores the groups
 template <class M, class G>
-struct WaveGather : WaveOrder<M, G>, WavePlacePieces<M, G> {
+struct WaveGather : WaveOrder<M, G> {
   typedef WaveOrder<M, G> O;
-  typedef WavePlacePieces<M, G> P;
-  static constexpr int EACH = ceil_div(P::PIECES, P::THREADS); // of a thread
+  typedef OperandPlace<G::K, M::BLOCK_ROWS, M::WARPGROUPS> X;
+  typedef TilePlace<M, G::K, G::TILE> Out;
+  static constexpr int THREADS = M::WARPS * 32, PIECES = int(X::BLOCKS) * 8, EACH = ceil_div(PIECES, THREADS); // of 16 bytes: of a row and of a thread
+
+  // Piece `i` of a row: of 32 columns those that a lane reads at once.
+  static __device__ __forceinline__ u32 column(int i) { return u32(i / 4 * 32 + i % 4 * 2); }
+  static __device__ __forceinline__ uint4 piece(const u8* x, u32 row, int i) {
+    const u32 col = column(i);
+    const auto word = [&](u32 t) { return *reinterpret_cast<const u32*>(x + X::at(row, col + 8 * t)); };
+    return make_uint4(word(0), word(1), word(2), word(3));
+  }
 
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
@@ -268,7 +256,7 @@ struct WaveGather : WaveOrder<M, G>, WavePlacePieces<M, G> {
       // What follows from no place is asked for before the choices are counted.
       uint4 held[EACH];
 #pragma unroll
-      for (int k = 0; k < EACH; k++) held[k] = P::piece(c.template work<u8>(e.x), row, min(c.tid() + k * P::THREADS, P::PIECES - 1));
+      for (int k = 0; k < EACH; k++) held[k] = piece(c.template work<u8>(e.x), row, min(c.tid() + k * THREADS, PIECES - 1));
       const u32 expert = O::choice(c, e, row * G::TOP_K + min(c.lane(), G::TOP_K - 1));
       if (s == 0) {
         O::begin(c, e, row);
@@ -292,27 +280,23 @@ struct WaveGather : WaveOrder<M, G>, WavePlacePieces<M, G> {
       u8* const out = c.template work<u8>(e.out);
 #pragma unroll
       for (int k = 0; k < EACH; k++) {
-        const int i = c.tid() + k * P::THREADS;
-        if (i >= P::PIECES) break;
+        const int i = c.tid() + k * THREADS;
+        if (i >= PIECES) break;
 #pragma unroll
-        for (int slot = 0; slot < G::TOP_K; slot++) *reinterpret_cast<uint4*>(out + P::Out::at(places[slot], P::column(i))) = times_power<G::POWER>(held[k]);
+        for (int slot = 0; slot < G::TOP_K; slot++) *reinterpret_cast<uint4*>(out + Out::at(places[slot], column(i))) = times_power<G::POWER>(held[k]);
       }
     }
   }
 };
 
-// places: of a chunk, finds the place of each slot of each row, and the row of each place. Copies each row, so that its pieces lie side by side: in an operand, of
-// which a wave copies rows that lie anywhere, each piece is half of a sector.
+// places: of a chunk, finds the place of each slot of each row, and the row of each place.
 //
-// x (rows, K)        bf16, in the layout of operands
 // out (places)       rows. Places after the last row of a tile have none
-// squares_out        (rows) pieces
 //
 // owner    of the places of a row: the block that has the row. The block with row 0 stores the groups
 template <class M, class G>
-struct WavePlaces : WaveOrder<M, G>, WavePlacePieces<M, G> {
+struct WavePlaces : WaveOrder<M, G> {
   typedef WaveOrder<M, G> O;
-  typedef WavePlacePieces<M, G> P;
 
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
@@ -322,30 +306,10 @@ struct WavePlaces : WaveOrder<M, G>, WavePlacePieces<M, G> {
       const Share share = shares[s];
       const u32 end = min(share.row + share.rows, c.p.row_count);
       if (share.row >= end) continue;
-      copy(c, e, share.row, end);
       O::begin(c, e, share.row);
       if (c.warp() == 0) settle(c, e, share.row * G::TOP_K, end * G::TOP_K);
       c.barrier();
       if (share.row == 0) O::tell(c, e);
-    }
-  }
-  // Eight rows at a time, whose pieces are whole lines of an operand.
-  static __device__ __forceinline__ void copy(const WaveContext<M>& c, const Wave& e, u32 from, u32 end) {
-    constexpr int ACROSS = P::THREADS / 8, AT_ONCE = 8;
-    const u8* const x = c.template work<u8>(e.x);
-    u8* const out = c.template work<u8>(pieces_of(e));
-#pragma unroll 1
-    for (u32 row = from / 8 * 8 + u32(c.tid()) % 8; row < end; row += 8) {
-      if (row < from) continue;
-#pragma unroll 1
-      for (int first = c.tid() / 8; first < P::PIECES; first += AT_ONCE * ACROSS) {
-        uint4 held[AT_ONCE];
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) held[k] = P::piece(x, row, min(first + k * ACROSS, P::PIECES - 1));
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++)
-          if (first + k * ACROSS < P::PIECES) *reinterpret_cast<uint4*>(out + u64(row) * P::ROW_BYTES + (first + k * ACROSS) * 16) = held[k];
-      }
     }
   }
   // By the warp that numbered tiles: pairs of a row and a slot in their order, 32 at a time.
@@ -379,19 +343,21 @@ struct WavePlaces : WaveOrder<M, G>, WavePlacePieces<M, G> {
 
 // fill: of a chunk, copies the row of each place there.
 //
-// x (rows)         pieces of K columns, side by side
+// x (rows, K)      bf16, row by row
 // residual         sources (places): rows
-// out (tiles)      TILE places of K columns, in the layout that warpgroups read
+// out (tiles)      TILE places of K columns, in the layout that warpgroups read; columns that pad the last 128 are zero
 //
-// owner    of eight neighbouring places: block n modulo SMS has the n-th. Their pieces are whole lines; of a place alone they would be halves of sectors, which L2 takes many
-//          times as long to write
+// owner    of eight neighbouring places: block n modulo SMS has the n-th. Pieces of 16 bytes of these are a whole line; of a place alone they would be half of a sector, which
+//          L2 takes many times as long to write
 template <class M, class G>
-struct WaveFill : WavePlacePieces<M, G> {
-  typedef WavePlacePieces<M, G> P;
+struct WaveFill {
+  typedef TilePlace<M, G::K, G::TILE> Out;
   static constexpr u32 PLACES = 8, OF_TILE = G::TILE / PLACES;
-  static constexpr int ACROSS = P::THREADS / int(PLACES), EACH = ceil_div(P::PIECES, ACROSS), AT_ONCE = EACH < 8 ? EACH : 8; // pieces of a thread
+  // A thread has spans of 32 columns of a place.
+  static constexpr int SPANS = int(Out::SPANS), ACROSS = M::WARPS * 32 / int(PLACES), EACH = ceil_div(SPANS, ACROSS), AT_ONCE = EACH < 2 ? EACH : 2;
   static constexpr int GROUPS = 2; // of eight places, at once: their rows lie anywhere, so each load takes the time of L2
   static constexpr u32 NO_ROW = ~0u;
+  static_assert(G::K % 8 == 0, "a row has whole pieces");
 
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>&, const Wave&) {}
@@ -416,13 +382,19 @@ struct WaveFill : WavePlacePieces<M, G> {
     for (u32 n = blockIdx.x; n < count; n += GROUPS * M::SMS) {
       u32 next[GROUPS] = {};
 #pragma unroll 1
-      for (int from = first; from < P::PIECES; from += AT_ONCE * ACROSS) {
-        uint4 held[GROUPS][AT_ONCE];
+      for (int from = first; from < SPANS; from += AT_ONCE * ACROSS) {
+        u32 held[GROUPS][AT_ONCE][4][4]; // pieces of 8 columns
 #pragma unroll
         for (int i = 0; i < GROUPS; i++)
 #pragma unroll
           for (int k = 0; k < AT_ONCE; k++)
-            held[i][k] = *reinterpret_cast<const uint4*>(x + u64(min(rows[i], c.p.row_count - 1)) * P::ROW_BYTES + min(from + k * ACROSS, P::PIECES - 1) * 16);
+#pragma unroll
+            for (int t = 0; t < 4; t++) {
+              const u32 col = u32(from + k * ACROSS) * 32 + u32(t) * 8;
+              uint4 v = make_uint4(0, 0, 0, 0);
+              if (col < u32(G::K)) v = *reinterpret_cast<const uint4*>(x + (u64(min(rows[i], c.p.row_count - 1)) * G::K + col) * 2);
+              held[i][k][t][0] = v.x, held[i][k][t][1] = v.y, held[i][k][t][2] = v.z, held[i][k][t][3] = v.w;
+            }
         // Asked for before the stores: a load after them would wait for L2 once more.
         if (from == first)
 #pragma unroll
@@ -431,8 +403,12 @@ struct WaveFill : WavePlacePieces<M, G> {
         for (int i = 0; i < GROUPS; i++)
 #pragma unroll
           for (int k = 0; k < AT_ONCE; k++)
-            if (rows[i] != NO_ROW && from + k * ACROSS < P::PIECES)
-              *reinterpret_cast<uint4*>(out + P::Out::at((n + i * M::SMS) * PLACES + own, P::column(from + k * ACROSS))) = held[i][k];
+            if (rows[i] != NO_ROW && from + k * ACROSS < SPANS)
+#pragma unroll
+              for (int q = 0; q < 4; q++) {
+                const auto& of = held[i][k];
+                *reinterpret_cast<uint4*>(out + Out::at((n + i * M::SMS) * PLACES + own, u32(from + k * ACROSS) * 32 + u32(q) * 2)) = make_uint4(of[0][q], of[1][q], of[2][q], of[3][q]);
+              }
       }
 #pragma unroll
       for (int i = 0; i < GROUPS; i++) rows[i] = next[i];
@@ -925,17 +901,14 @@ struct WaveExperts {
   }
 };
 
-// combine: y = sum over slots of share * x, in the order of slots, then the shared expert; residual += SCALE * y, or out = SCALE * y.
+// combine: out = SCALE * what experts made of a row (`WaveSlots`), of which another wave takes the norm.
 //
-// x (places, WIDTH)     bf16: what the expert of each slot made
-// branch_weight (rows, WIDTH)  bf16: what the shared expert made
-// bias (rows, COLS)     scores; the sigmoid of score GATE times SHARED_SCALE is the share of the shared expert, if GATED; else that is SHARED_SCALE
-// out (rows, WIDTH)     fp32: the residual, if ADDS
+// out (rows, WIDTH)     fp32
 //
 // owner    of a row: one block
 template <class M, class G>
 struct WaveCombine {
-  static constexpr int THREADS = M::WARPS * 32, INPUTS = G::SLOTS + (G::SHARED ? 1 : 0), PIECES = G::WIDTH / 8;
+  static constexpr int THREADS = M::WARPS * 32, PIECES = G::WIDTH / 8;
   static_assert(G::WIDTH % 8 == 0, "a lane has 8 columns at a time");
 
   template <class R>
@@ -951,38 +924,10 @@ struct WaveCombine {
     }
   }
   static __device__ __forceinline__ void one(const WaveContext<M>& c, const Wave& e, u32 row, int col) {
-    const bf16* const x = c.template work<bf16>(e.x);
-    const u32* const places = c.template work<u32>(places_of(e)) + row * G::SLOTS;
-    const float* const counts = c.template work<float>(shares_of(e)) + row * G::SLOTS;
-    uint4 from[INPUTS];
-    float share[INPUTS];
-#pragma unroll
-    for (int s = 0; s < G::SLOTS; s++) {
-      from[s] = *reinterpret_cast<const uint4*>(x + u64(places[s]) * G::WIDTH + col);
-      share[s] = counts[s];
-    }
-    if constexpr (G::SHARED) {
-      from[INPUTS - 1] = *reinterpret_cast<const uint4*>(c.template work<bf16>(e.branch_weight) + u64(row) * G::WIDTH + col);
-      share[INPUTS - 1] = G::SHARED_SCALE;
-      if constexpr (G::GATED) share[INPUTS - 1] = __fdividef(G::SHARED_SCALE, 1.f + exp_fast(-c.template work<float>(e.bias)[u64(row) * G::COLS + G::GATE]));
-    }
-    float* const to = c.template work<float>(e.out) + u64(row) * G::WIDTH + col;
-    float sum[8] = {};
-    if constexpr (G::ADDS) {
-      const float4 a = *reinterpret_cast<const float4*>(to), b = *reinterpret_cast<const float4*>(to + 4);
-      sum[0] = a.x, sum[1] = a.y, sum[2] = a.z, sum[3] = a.w, sum[4] = b.x, sum[5] = b.y, sum[6] = b.z, sum[7] = b.w;
-    }
     float y[8] = {};
-#pragma unroll
-    for (int s = 0; s < INPUTS; s++) {
-      float v[8];
-      unpack8(from[s], v);
-#pragma unroll
-      for (int k = 0; k < 8; k++) y[k] += share[s] * v[k];
-    }
-#pragma unroll
-    for (int k = 0; k < 8; k++) sum[k] += G::SCALE * y[k];
-    *reinterpret_cast<float4*>(to) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    *reinterpret_cast<float4*>(to + 4) = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    WaveSlots<M, G, G::WIDTH>(c, e, row).add8(c, e, col, y);
+    float* const to = c.template work<float>(e.out) + u64(row) * G::WIDTH + col;
+    *reinterpret_cast<float4*>(to) = make_float4(G::SCALE * y[0], G::SCALE * y[1], G::SCALE * y[2], G::SCALE * y[3]);
+    *reinterpret_cast<float4*>(to + 4) = make_float4(G::SCALE * y[4], G::SCALE * y[5], G::SCALE * y[6], G::SCALE * y[7]);
   }
 };

@@ -19,7 +19,7 @@ use crate::ir::{BufferId, GridId};
 use crate::rows::Shape;
 use crate::target::Target;
 use crate::waves::{
-    Action, Form, GateNorm, Input, Layout, NormOf, Over, Plan, Products, Proven, Splits, Sum, Target as Written,
+    Action, Form, GateNorm, Input, Layout, NormOf, Over, Plan, Products, Proven, Slots, Splits, Sum, Target as Written,
     Tiling, Wave as PlanWave, Work, WorkId, group_channels, scores_cols,
 };
 use bytemuck::{Pod, Zeroable};
@@ -270,7 +270,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
     match (&wave.action, &grid.op) {
         (Action::Rows { residual, sum, out }, _) => {
             let over = plan.divisions[wave.division.index()].over;
-            ("WaveRows", rows_members(&schedule.program, plan, over, *residual, sum.as_ref(), out.as_ref()))
+            ("WaveRows", rows_members(&schedule.program, plan, (grid, over), *residual, sum.as_ref(), out.as_ref()))
         }
         (Action::MatMul { squares, target, then, pass, chunk, warps, tiles, held, .. }, Op::MatVec(m)) => {
             let factor = squares.is_some() || may_lack_factor(proven, grid, m);
@@ -382,13 +382,10 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             );
             ("WaveGather", members)
         }
-        (Action::Places { choices, sources, .. }, Op::MatVec(m)) => {
+        (Action::Places { choices, sources, .. }, _) => {
             let (experts, slots) = (experts_of(proven, grid), plan.work[choices.index()].cols);
             let tile = tiling_of(plan, *sources).rows;
-            (
-                "WavePlaces",
-                format!("int K = {}\nint EXPERTS = {experts}\nint TOP_K = {slots}\nint TILE = {tile}\n", m.k),
-            )
+            ("WavePlaces", format!("int EXPERTS = {experts}\nint TOP_K = {slots}\nint TILE = {tile}\n"))
         }
         (Action::Fill { out, .. }, Op::MatVec(m)) => {
             ("WaveFill", format!("int K = {}\nint TILE = {}\n", m.k, tiling_of(plan, *out).rows))
@@ -406,19 +403,9 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
             );
             ("WaveExperts", members + &coding_members(schedule.program.format_of(grid)))
         }
-        (Action::Combine { gate, .. }, Op::Combine(combine)) => {
-            let Combine { width, slots, shared, scale, adds } = *combine;
-            let of_gate = grid.operand(Role::Gate).map_or(0, |gate| gate.cols.base);
-            let members = format!(
-                "int WIDTH = {width}\nint SLOTS = {slots}\nbool SHARED = {}\nfloat SHARED_SCALE = {}\nbool GATED = {}\nfloat SCALE = {}\n\
-                 bool ADDS = {adds}\nint COLS = {}\nint GATE = {of_gate}\n",
-                shared.is_some(),
-                Float(shared.unwrap_or(0.0)),
-                gate.is_some(),
-                Float(scale),
-                gate.map_or(0, |gate| plan.work[gate.index()].cols),
-            );
-            ("WaveCombine", members)
+        (Action::Combine { slots, .. }, Op::Combine(combine)) => {
+            let members = format!("int WIDTH = {}\nfloat SCALE = {}\n", combine.width, Float(combine.scale));
+            ("WaveCombine", members + &slots_members(plan, grid, slots, combine))
         }
         (&Action::Convolve { x, scalars, .. }, Op::Mix(mix)) => {
             ("WaveConvolve", net_wave_members(proven, grid, mix, (x, Some(scalars))))
@@ -553,7 +540,7 @@ fn splits_members(Splits { positions, most, .. }: Splits) -> String {
 fn rows_members(
     program: &Program,
     plan: &Plan,
-    over: Over,
+    (grid, over): (&Grid, Over),
     residual: WorkId,
     sum: Option<&Sum>,
     out: Option<&Input>,
@@ -563,9 +550,14 @@ fn rows_members(
         Some(Sum::Embed { scale, table, .. }) => (true, *scale, table_members(&program.buffers[table.index()])),
         _ => (false, 1.0, String::new()),
     };
-    let branch = match sum {
-        Some(Sum::Branch { branch, norm, scale }) => Some((*branch, norm.map(|of| of.norm), *scale)),
-        _ => None,
+    let (branch, branch_norm, branch_scale, slots) = match (sum, &grid.op) {
+        (Some(Sum::Branch { branch, norm, scale }), _) => {
+            (Some(parts_of(plan, *branch)), norm.map(|of| of.norm), *scale, String::new())
+        }
+        (Some(Sum::Slots(slots)), Op::Combine(combine)) => {
+            (Some(0), None, combine.scale, slots_members(plan, grid, slots, combine))
+        }
+        _ => (None, None, 1.0, String::new()),
     };
     let row_parts = match over {
         Over::Rows { parts } => parts,
@@ -575,18 +567,33 @@ fn rows_members(
     let prefixed = |of: &str| of.lines().fold(String::new(), |s, line| s + &renamed(line) + "\n");
     let take = matches!(sum, Some(Sum::Taken));
     let mut s = format!(
-        "int HIDDEN = {hidden}\nint ROW_PARTS = {row_parts}\nbool TAKE = {take}\nbool EMBED = {embed}\nfloat EMBED_SCALE = {}\nbool BRANCH = {}\nint BRANCH_PARTS = {}\nfloat BRANCH_SCALE = {}\nbool OUT = {}\nbool OUT_TILES = {}\n",
+        "int HIDDEN = {hidden}\nint ROW_PARTS = {row_parts}\nbool TAKE = {take}\nbool EMBED = {embed}\nfloat EMBED_SCALE = {}\nbool BRANCH = {}\nint BRANCH_PARTS = {}\nfloat BRANCH_SCALE = {}\nbool OUT = {}\nbool OUT_TILES = {}\nbool OUT_ROWS = {}\n",
         Float(embed_scale),
         branch.is_some(),
-        branch.map_or(0, |(branch, ..)| parts_of(plan, branch)),
-        Float(branch.map_or(1.0, |(_, _, scale)| scale)),
+        branch.unwrap_or(0),
+        Float(branch_scale),
         out.is_some(),
         out.is_some_and(|out| is_tiles(plan, out.to)),
+        out.is_some_and(|out| out.rows.is_some()),
     );
     s += &table;
-    s += &prefixed(&norm_members(branch.and_then(|(_, norm, _)| norm)));
+    s += &slots;
+    s += &prefixed(&norm_members(branch_norm));
     s += &norm_members(out.and_then(|out| out.norm).map(|norm| norm.norm));
     s
+}
+
+/// Members of a wave that adds up what experts made of a row.
+fn slots_members(plan: &Plan, grid: &Grid, slots: &Slots, combine: &Combine) -> String {
+    format!(
+        "int SLOTS = {}\nbool SHARED = {}\nfloat SHARED_SCALE = {}\nbool GATED = {}\nint SCORES = {}\nint GATE = {}\n",
+        combine.slots,
+        combine.shared.is_some(),
+        Float(combine.shared.unwrap_or(0.0)),
+        slots.gate.is_some(),
+        slots.gate.map_or(0, |gate| plan.work[gate.index()].cols),
+        grid.operand(Role::Gate).map_or(0, |gate| gate.cols.base),
+    )
 }
 
 /// The member `name`: whether what a wave writes into a buffer goes to all devices. Of one device there is none.
@@ -909,6 +916,19 @@ fn work_place(plan: &Plan, id: WorkId) -> u32 {
     (plan.work[id.index()].place / PLACE_ALIGN_BYTES) as u32
 }
 
+/// Which buffers have what: `WaveSlots` of kernels/waves/rows.cuh.
+fn slots_entry(plan: &Plan, Slots { x, places, shares, shared, gate }: Slots, entry: Wave) -> Wave {
+    let work = |id: WorkId| work_place(plan, id);
+    Wave {
+        x: work(x),
+        branch: work(places),
+        branch_weight: shared.map_or(NONE, work),
+        table: gate.map_or(NONE, work),
+        v_cache: work(shares),
+        ..entry
+    }
+}
+
 /// `held`: what the device of the wave holds of the pack.
 fn entry(proven: &Proven<'_>, (held, matrices): (&Held, &[Option<Matrix>]), wave: &PlanWave, class: usize) -> Wave {
     let (plan, schedule) = (proven.plan(), proven.validated().schedule());
@@ -925,25 +945,28 @@ fn entry(proven: &Proven<'_>, (held, matrices): (&Held, &[Option<Matrix>]), wave
     match wave.action {
         Action::Rows { residual, sum, out } => {
             let (weight, bias) = norm_places(out.and_then(|Input { norm, .. }| norm));
-            let branch = match sum {
-                Some(Sum::Branch { branch, norm, .. }) => Some((branch, norm)),
+            let (branch_weight, branch_bias) = norm_places(match sum {
+                Some(Sum::Branch { norm, .. }) => norm,
                 _ => None,
-            };
-            let (branch_weight, branch_bias) = norm_places(branch.and_then(|(_, norm)| norm));
-            let table = match sum {
-                Some(Sum::Embed { table, .. }) => place(table),
-                _ => NONE,
+            });
+            let none = match sum {
+                Some(Sum::Embed { table, .. }) => Wave { table: place(table), ..none },
+                Some(Sum::Branch { branch, .. }) => Wave {
+                    branch: work(branch),
+                    branch_weight: vector(branch_weight),
+                    branch_bias: vector(branch_bias),
+                    ..none
+                },
+                Some(Sum::Slots(slots)) => slots_entry(plan, slots, none),
+                Some(Sum::Taken) | None => none,
             };
             Wave {
                 residual: work(residual),
                 out: out.map_or(NONE, |out| work(out.to)),
-                branch: branch.map_or(NONE, |(branch, _)| work(branch)),
                 norm_weight: vector(weight),
                 norm_bias: vector(bias),
-                branch_weight: vector(branch_weight),
-                branch_bias: vector(branch_bias),
-                table,
                 k_cache: out.and_then(|out| out.squares).map_or(NONE, work),
+                weight: out.and_then(|out| out.rows).map_or(NONE, work),
                 ..none
             }
         }
@@ -1025,17 +1048,11 @@ fn entry(proven: &Proven<'_>, (held, matrices): (&Held, &[Option<Matrix>]), wave
             k_cache: work(places),
             ..none
         },
-        Action::Places { x, choices, groups, places, sources, pieces } => Wave {
-            x: work(x),
-            out: work(sources),
-            residual: work(choices),
-            branch: work(groups),
-            k_cache: work(places),
-            v_cache: work(pieces),
-            ..none
-        },
-        Action::Fill { pieces, groups, sources, out } => {
-            Wave { x: work(pieces), out: work(out), branch: work(groups), residual: work(sources), ..none }
+        Action::Places { choices, groups, places, sources } => {
+            Wave { out: work(sources), residual: work(choices), branch: work(groups), k_cache: work(places), ..none }
+        }
+        Action::Fill { x, groups, sources, out } => {
+            Wave { x: work(x), out: work(out), branch: work(groups), residual: work(sources), ..none }
         }
         Action::Experts { x, groups, out, .. } => Wave {
             x: work(x),
@@ -1046,20 +1063,7 @@ fn entry(proven: &Proven<'_>, (held, matrices): (&Held, &[Option<Matrix>]), wave
             table: of(Role::Bias),
             ..none
         },
-        Action::Combine { x, places, shares, shared, gate, target } => {
-            let (Written::Out(out) | Written::Residual(out)) = target else {
-                unreachable!("prove: slots are added to the residual, or have an output")
-            };
-            Wave {
-                x: work(x),
-                out: work(out),
-                branch_weight: shared.map_or(NONE, work),
-                table: gate.map_or(NONE, work),
-                k_cache: work(places),
-                v_cache: work(shares),
-                ..none
-            }
-        }
+        Action::Combine { slots, out } => Wave { out: work(out), ..slots_entry(plan, slots, none) },
         // Taps and their bias, d, rates and states: waves/scan.cuh.
         Action::Convolve { x, out, .. } | Action::MixRow { x, out, .. } if matches!(grid.op, Op::Scan(_)) => Wave {
             x: work(x),

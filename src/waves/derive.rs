@@ -8,9 +8,9 @@ use super::mix::{Carried, GateNorm, POSITIONS, group_channels, row_bytes, scan_c
 use super::ragged::MERGE_SPLITS;
 use super::{
     Action, BOX_PIECE_BYTES_MAX, BOX_UNITS, CHUNK_BLOCK_ROWS, Division, DivisionId, Form, HELD_AND_SUMS_MAX, Input,
-    Layout, Machine, NormOf, Over, Plan, Products, Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, Share, Splits,
-    Sum, Sums, TILE_WARPS, Target as Written, Tiling, WIDE_TILE, WIDE_UNITS, Warps, Wave, Work, WorkId, attends_wide,
-    parts_of, sums_max, tile_sums_max, wide_tiles_max,
+    Layout, Machine, NormOf, Over, Plan, Products, ROWS_OF_LINE, Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS,
+    Share, Slots, Splits, Sum, Sums, TILE_WARPS, Target as Written, Tiling, WIDE_TILE, WIDE_UNITS, Warps, Wave, Work,
+    WorkId, attends_wide, parts_of, sums_max, tile_sums_max, wide_tiles_max,
 };
 use crate::candidate::wave::{WAVE_KNOBS, WaveKnobs};
 use crate::dtype::DType;
@@ -849,8 +849,8 @@ impl Builder<'_> {
                 let granules = Matrix::of(m, self.program.format_of(grid)).granules;
                 Sums::of_experts(granules, &self.plan.work[x.index()]).unwrap_or(Sums::Nothing)
             }
-            (Action::Combine { shared, .. }, _, Op::Combine(combine)) => {
-                Sums::Slots { slots: combine.slots, shared: shared.is_some() }
+            (Action::Combine { slots, .. }, _, Op::Combine(combine)) => {
+                Sums::Slots { slots: combine.slots, shared: slots.shared.is_some() }
             }
             (Action::Mix { .. }, ..) => Sums::State { positions: POSITIONS },
             (Action::MixRow { .. }, ..) => Sums::State { positions: 1 },
@@ -975,12 +975,12 @@ impl Builder<'_> {
         if factor && self.ends_in_pairs() {
             let squares = Some(self.work("squares", Layout::Parts(self.plan.machine.sms / 2), 1));
             if let Some(Action::MatMul { then, .. }) = self.plan.waves.last_mut().map(|wave| &mut wave.action) {
-                *then = Some(Input { to, norm, squares });
+                *then = Some(Input { to, norm, squares, rows: None });
             }
             self.normed = None;
             return Ok((to, squares));
         }
-        if factor && let Some(squares) = self.ends_in_sums(residual, Input { to, norm, squares: None }) {
+        if factor && let Some(squares) = self.ends_in_sums(residual, Input { to, norm, squares: None, rows: None }) {
             self.normed = Some(Normed { to, of: x, norm, squares: Some(squares) });
             return Ok((to, Some(squares)));
         }
@@ -1003,7 +1003,7 @@ impl Builder<'_> {
         let squares = (parts > 1).then(|| self.work("squares", Layout::Parts(parts), 1));
         let last = self.plan.waves.last_mut().map(|wave| &mut wave.action);
         if let (Some(Action::Rows { out, .. }), Some(over)) = (last, self.overs.last_mut()) {
-            (*out, *over) = (Some(Input { to, norm, squares }), Over::Rows { parts });
+            (*out, *over) = (Some(Input { to, norm, squares, rows: None }), Over::Rows { parts });
         }
         self.normed = squares.is_none().then_some(Normed { to, of: x, norm, squares: None });
         Ok((to, squares))
@@ -1400,7 +1400,7 @@ impl Builder<'_> {
             None => {
                 let (x, _) = self.input(id, grid, m, false)?;
                 let gathered = self.work("gathered", Layout::Grouped(tiling), m.k);
-                self.gather(id, (x, gathered), (choices, groups, places), tiling);
+                self.gather(id, grid, (x, gathered), (choices, groups, places), tiling)?;
                 gathered
             }
         };
@@ -1434,25 +1434,40 @@ impl Builder<'_> {
         Ok(())
     }
 
+    /// Lets the wave that left `x` leave it row by row, too.
+    fn rows_of(&mut self, grid: &Grid, x: WorkId) -> Result<WorkId, Refused> {
+        let rows = self.work("normed.rows", Layout::Rows(DType::Bf16), self.plan.work[x.index()].cols);
+        let left = self.plan.waves.iter_mut().rev().find_map(|wave| match &mut wave.action {
+            Action::Rows { out: Some(out), .. } if out.to == x => Some(out),
+            _ => None,
+        });
+        let Some(out) = left else { return refused(grid, "the input", "what a wave of rows leaves") };
+        out.rows = Some(rows);
+        Ok(rows)
+    }
+
     /// Copies the rows of `x` to their places in `out`.
     fn gather(
         &mut self,
         id: GridId,
+        grid: &Grid,
         (x, out): (WorkId, WorkId),
         (choices, groups, places): (WorkId, WorkId, WorkId),
         tiling: Tiling,
-    ) {
+    ) -> Result<(), Refused> {
         if self.plan.form != Form::Chunk {
-            return self.push(id, Action::Gather { x, choices, groups, places, out }, ROWS_IN_TURN);
+            self.push(id, Action::Gather { x, choices, groups, places, out }, ROWS_IN_TURN);
+            return Ok(());
         }
         let sources = self.work("sources", Layout::Sources(tiling), 1);
-        let pieces = self.work("pieces", Layout::Pieces, self.plan.work[x.index()].cols);
-        self.push(id, Action::Places { x, choices, groups, places, sources, pieces }, WHOLE_ROWS);
+        let x = self.rows_of(grid, x)?;
+        self.push(id, Action::Places { choices, groups, places, sources }, WHOLE_ROWS);
         self.push(
             id,
-            Action::Fill { pieces, groups, sources, out },
+            Action::Fill { x, groups, sources, out },
             Over::Items { parts: tiling.rows / FILLED_PLACES, tiling },
         );
+        Ok(())
     }
 
     /// The sum over slots: to the residual, or a branch whose norm is added.
@@ -1468,21 +1483,22 @@ impl Builder<'_> {
         if !combine.width.is_multiple_of(8) {
             return refused(grid, "the width", "whole pieces of 8 values");
         }
-        let target = match (combine.adds, self.residual) {
+        let gate = grid.operand(Role::Gate).map(|_| choice.scores);
+        let Choice { places, shares, .. } = choice;
+        let slots = Slots { x, places, shares, shared, gate };
+        let action = match (combine.adds, self.residual) {
             (true, Some(residual)) => {
                 self.published = Some(out);
-                Written::Residual(residual)
+                Action::Rows { residual, sum: Some(Sum::Slots(slots)), out: None }
             }
             (false, _) => {
                 let branch = self.work("branch", Layout::Parts(1), combine.width);
                 self.inputs.insert(out, branch);
-                Written::Out(branch)
+                Action::Combine { slots, out: branch }
             }
             (true, None) => return refused(grid, "the sum", "one of the embedding"),
         };
-        let gate = grid.operand(Role::Gate).map(|_| choice.scores);
-        let Choice { places, shares, .. } = choice;
-        self.push(id, Action::Combine { x, places, shares, shared, gate, target }, WHOLE_ROWS);
+        self.push(id, action, WHOLE_ROWS);
         Ok(())
     }
 
@@ -1800,6 +1816,13 @@ impl Units {
     }
 }
 
+/// Rows that a block of `sms` has together: as many up to `most`, a power of two, as give no block more rows than single ones would.
+fn rows_together(rows: u32, sms: u32, most: u32) -> u32 {
+    let longest = |step: u32| step * (rows / step).div_ceil(sms.max(1));
+    let fits = |step: &u32| rows.is_multiple_of(*step) && longest(*step) <= longest(1);
+    std::iter::successors(Some(most), |step| Some(step / 2)).take_while(|step| *step > 1).find(fits).unwrap_or(1)
+}
+
 /// Part `i` of `of` nearly equal parts of `n`.
 fn nearly_equal(n: u32, i: u32, of: u32) -> (u32, u32) {
     let at = |i: u32| (u64::from(n) * u64::from(i) / u64::from(of.max(1))) as u32;
@@ -1846,12 +1869,15 @@ struct Blocks {
     devices: u32,
     /// Whether pairs of blocks share the weights of a chunk.
     paired: bool,
+    /// Most rows side by side that a block is given together.
+    together: u32,
 }
 
 impl Blocks {
     fn of(plan: &Plan) -> Blocks {
         let Machine { sms, devices, pairs, .. } = plan.machine;
-        Blocks { sms, devices, paired: plan.form == Form::Chunk && pairs }
+        let is_chunk = plan.form == Form::Chunk;
+        Blocks { sms, devices, paired: is_chunk && pairs, together: if is_chunk { ROWS_OF_LINE } else { 1 } }
     }
 }
 
@@ -1883,14 +1909,15 @@ fn shares(over: Over, blocks: u32, block_rows: u32, of: Blocks) -> Vec<Vec<Share
 /// The same of one device.
 fn shares_of_device(over: Over, blocks: u32, block_rows: u32, of: Blocks) -> Vec<Vec<Share>> {
     let rows = blocks * block_rows;
-    let Blocks { sms, paired, .. } = of;
+    let Blocks { sms, paired, together, .. } = of;
     let mut out = vec![vec![]; sms as usize];
     match over {
         Over::Sums { parts } if parts_of(parts, blocks) == 1 => {}
         Over::Rows { parts: 1 } | Over::Sums { .. } => {
+            let step = rows_together(rows, sms, together);
             for (sm, shares) in (0..).zip(&mut out) {
-                let (lo, hi) = nearly_equal(rows, sm, sms);
-                shares.push(Share { row: lo, rows: hi - lo, lo: 0, hi: 1 });
+                let (lo, hi) = nearly_equal(rows / step, sm, sms);
+                shares.push(Share { row: lo * step, rows: (hi - lo) * step, lo: 0, hi: 1 });
             }
         }
         Over::Rows { parts } => {

@@ -202,6 +202,8 @@ const SHARED_WARPS: Warps = Warps { rows: 2, units: 4, k: 1 };
 const BOX_UNITS: u32 = 8;
 const BOX_PIECE_BYTES_MAX: u32 = 2048;
 
+/// Rows side by side of a chunk, of which the input of a product has the same 16 bytes in one line: a block has them together.
+const ROWS_OF_LINE: u32 = 8;
 /// Positions of a tile of attention by warpgroups: columns of their instruction.
 const WIDE_TILE: u32 = 64;
 
@@ -332,8 +334,6 @@ pub enum Layout {
     /// The number of tiles, how many tickets are drawn for items of the first product and of the second, and a word without meaning. Then a record of 16 bytes for each tile:
     /// its expert, and the first tile, the tiles and the slots of that expert.
     Groups(Tiling),
-    /// The same values, row by row: pieces of 16 bytes of an operand, one after another.
-    Pieces,
     /// The row of each place, 4 bytes. Places after the last row of a tile have none.
     Sources(Tiling),
     /// bf16 by place, as warpgroups read it: tile by tile.
@@ -360,7 +360,7 @@ impl Work {
         let (rows, cols) = (u64::from(rows), u64::from(self.cols));
         match self.layout {
             Layout::Rows(dtype) => (rows * cols).saturating_mul(dtype.bytes() as u64),
-            Layout::Operand | Layout::Tiles | Layout::Pieces => rows.saturating_mul(cols.next_multiple_of(128) * 2),
+            Layout::Operand | Layout::Tiles => rows.saturating_mul(cols.next_multiple_of(128) * 2),
             Layout::Parts(count) => {
                 let of_parts = rows.min(CHUNK_BLOCK_ROWS.into()).saturating_mul(count.into());
                 rows.max(of_parts).saturating_mul(cols).saturating_mul(4)
@@ -482,16 +482,15 @@ pub enum Action {
     Route { scores: WorkId, choices: WorkId, shares: WorkId },
     /// Of a step: finds the place of each slot, and copies its row there.
     Gather { x: WorkId, choices: WorkId, groups: WorkId, places: WorkId, out: WorkId },
-    /// Of a chunk: finds the place of each slot, and the row of each place. Copies rows, so that the pieces of each lie side by side.
-    Places { x: WorkId, choices: WorkId, groups: WorkId, places: WorkId, sources: WorkId, pieces: WorkId },
+    /// Of a chunk: finds the place of each slot, and the row of each place.
+    Places { choices: WorkId, groups: WorkId, places: WorkId, sources: WorkId },
     /// Of a chunk: copies rows to their places, eight neighbouring places at a time, because those lie side by side in memory.
-    Fill { pieces: WorkId, groups: WorkId, sources: WorkId, out: WorkId },
+    Fill { x: WorkId, groups: WorkId, sources: WorkId, out: WorkId },
     /// A product of the places of each tile with the matrix of its expert. `pass` and `chunk` are as of [`Action::MatMul`]. `tickets`: an item goes to the SM that draws its ticket,
     /// otherwise to one that follows from its number.
     Experts { x: WorkId, groups: WorkId, out: WorkId, pass: u32, chunk: u32, tickets: bool },
-    /// Adds up what the experts of a row made, and the shared one. `gate`: the scores, of which one is the gate of the shared expert. `target` is the
-    /// residual, or an output in fp32.
-    Combine { x: WorkId, places: WorkId, shares: WorkId, shared: Option<WorkId>, gate: Option<WorkId>, target: Target },
+    /// What experts made of each row, in fp32: a branch whose norm another wave adds.
+    Combine { slots: Slots, out: WorkId },
     /// Of a chunk: q, k and v of a net after its convolution, betas and decays. `x` has q, k, v and the gate of all heads; `scalars` beta and decay, beside them or apart.
     /// Of Mamba-2 c, b, x, steps and decays, all of one `x`.
     Convolve { x: WorkId, scalars: WorkId, out: WorkId },
@@ -558,8 +557,28 @@ pub enum Sum {
     Embed { table: BufferId, scale: f32, best: Option<WorkId> },
     /// A branch is added, normalised or as it is. It may be sums of parts.
     Branch { branch: WorkId, norm: Option<NormOf>, scale: f32 },
+    /// What experts made is added, times the scale of the op.
+    Slots(Slots),
     /// It becomes the residual of a row of the preceding chunk, which is in another arena.
     Taken,
+}
+
+/// What experts made of each row: the sum over its slots, each at its place and times its share, in their order, then the shared expert. `gate`: scores, one of which says how
+/// much of the shared expert is added.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Slots {
+    pub x: WorkId,
+    pub places: WorkId,
+    pub shares: WorkId,
+    pub shared: Option<WorkId>,
+    pub gate: Option<WorkId>,
+}
+
+impl Slots {
+    fn reads(self) -> impl Iterator<Item = WorkId> {
+        let Slots { x, places, shares, shared, gate } = self;
+        [x, places, shares].into_iter().chain(shared).chain(gate)
+    }
 }
 
 /// The input of a product: the residual, normalised or as it is.
@@ -570,6 +589,8 @@ pub struct Input {
     /// `to` is the residual times the norm's weight, and the product multiplies by the norm's factor. These are the sums of squares of parts of a row, from which it follows.
     /// After [`Target::Sums`] both are so in launches with one part of k alone; in others `to` has its factor.
     pub squares: Option<WorkId>,
+    /// The same row by row, of a chunk with experts: an operand has 16 bytes of a row here and 16 bytes there, which takes waves that copy rows twice as long.
+    pub rows: Option<WorkId>,
 }
 
 /// The work of each SM, for each number of blocks of rows that a chunk may have.
@@ -785,11 +806,11 @@ impl Action {
                 let mut writes = if sum.is_some() { vec![residual] } else { vec![] };
                 match sum {
                     Some(Sum::Branch { branch, .. }) => reads.push(branch),
+                    Some(Sum::Slots(slots)) => reads.extend(slots.reads()),
                     Some(Sum::Embed { best, .. }) => reads.extend(best),
                     Some(Sum::Taken) | None => {}
                 }
-                writes.extend(out.map(|out| out.to));
-                writes.extend(out.and_then(|out| out.squares));
+                writes.extend(out.into_iter().flat_map(|out| [Some(out.to), out.squares, out.rows]).flatten());
                 (reads, writes)
             }
             Action::MatMul { x, squares, target, then, .. } => {
@@ -797,8 +818,7 @@ impl Action {
                 reads.extend(squares);
                 reads.extend(target.residual());
                 let mut writes = target.written();
-                writes.extend(then.map(|then| then.to));
-                writes.extend(then.and_then(|then| then.squares));
+                writes.extend(then.into_iter().flat_map(|then| [Some(then.to), then.squares, then.rows]).flatten());
                 (reads, writes)
             }
             Action::NormHeads { x, out } | Action::ShortConv { x, out } => (vec![x], vec![out]),
@@ -811,19 +831,13 @@ impl Action {
             Action::Scores { x, out } => (vec![x], vec![out]),
             Action::Route { scores, choices, shares } => (vec![scores], vec![choices, shares]),
             Action::Gather { x, choices, groups, places, out } => (vec![x, choices], vec![groups, places, out]),
-            Action::Places { x, choices, groups, places, sources, pieces } => {
-                (vec![x, choices], vec![groups, places, sources, pieces])
-            }
-            Action::Fill { pieces, groups, sources, out } => (vec![pieces, groups, sources], vec![out]),
+            Action::Places { choices, groups, places, sources } => (vec![choices], vec![groups, places, sources]),
+            Action::Fill { x, groups, sources, out } => (vec![x, groups, sources], vec![out]),
             Action::Experts { x, groups, out, .. } => (vec![x, groups], vec![out]),
             Action::Convolve { x, scalars, out } | Action::MixRow { x, scalars, out } => (vec![x, scalars], vec![out]),
             Action::Mix { turned, x, out } => (vec![turned, x], vec![out]),
             Action::Gated { mixed, x, out } => (vec![mixed, x], vec![out]),
-            Action::Combine { x, places, shares, shared, gate, target } => {
-                let mut reads: Vec<WorkId> = [x, places, shares].into_iter().chain(shared).chain(gate).collect();
-                reads.extend(target.residual());
-                (reads, target.written())
-            }
+            Action::Combine { slots, out } => (slots.reads().collect(), vec![out]),
         }
     }
 }

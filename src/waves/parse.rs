@@ -3,8 +3,8 @@
 
 use super::derive::{UNWRITTEN_MAX, usual};
 use super::{
-    Action, Division, DivisionId, Form, Input, Layout, Machine, NormOf, Over, Plan, Products, Ring, Share, Splits, Sum,
-    Sums, Target, Tiling, Warps, Wave, Work, WorkId,
+    Action, Division, DivisionId, Form, Input, Layout, Machine, NormOf, Over, Plan, Products, Ring, Share, Slots,
+    Splits, Sum, Sums, Target, Tiling, Warps, Wave, Work, WorkId,
 };
 use crate::dtype::DType;
 use crate::ir::parse::{DTYPES, Lines, ParseError, Parsed, Parser};
@@ -124,12 +124,11 @@ impl Parser<'_> {
     fn work(&mut self) -> Parsed<Work> {
         let names = [
             "rows", "operand", "tiles", "parts", "packets", "squares", "best", "splits", "groups", "sources",
-            "grouped", "placed", "pieces",
+            "grouped", "placed",
         ];
         let layout = match self.words(&names)? {
             "operand" => Layout::Operand,
             "tiles" => Layout::Tiles,
-            "pieces" => Layout::Pieces,
             "best" => Layout::Best,
             name => {
                 self.expect(":")?;
@@ -308,7 +307,8 @@ impl Parser<'_> {
 
     fn input(&mut self, names: [&'static str; 2]) -> Parsed<Option<Input>> {
         let Some(to) = self.optional_work(names[0])? else { return Ok(None) };
-        Ok(Some(Input { to, norm: self.optional_norm()?, squares: self.optional_work(names[1])? }))
+        let (norm, squares) = (self.optional_norm()?, self.optional_work(names[1])?);
+        Ok(Some(Input { to, norm, squares, rows: self.optional_work("rows")? }))
     }
 
     fn wave_target(&mut self) -> Parsed<Target> {
@@ -383,13 +383,12 @@ impl Parser<'_> {
                 Ok(Action::Gather { x, choices, groups, places, out })
             }
             "places" => {
-                let names = ["x", "choices", "groups", "places", "sources", "pieces"];
-                let [x, choices, groups, places, sources, pieces] = self.works(names)?;
-                Ok(Action::Places { x, choices, groups, places, sources, pieces })
+                let [choices, groups, places, sources] = self.works(["choices", "groups", "places", "sources"])?;
+                Ok(Action::Places { choices, groups, places, sources })
             }
             "fill" => {
-                let [pieces, groups, sources, out] = self.works(["pieces", "groups", "sources", "out"])?;
-                Ok(Action::Fill { pieces, groups, sources, out })
+                let [x, groups, sources, out] = self.works(["x", "groups", "sources", "out"])?;
+                Ok(Action::Fill { x, groups, sources, out })
             }
             "experts" => {
                 let [x, groups, out] = self.works(["x", "groups", "out"])?;
@@ -397,9 +396,9 @@ impl Parser<'_> {
                 Ok(Action::Experts { x, groups, out, pass, chunk, tickets: self.eat("tickets") })
             }
             "combine" => {
-                let [x, places, shares] = self.works(["x", "places", "shares"])?;
-                let (shared, gate) = (self.optional_work("shared")?, self.optional_work("gate")?);
-                Ok(Action::Combine { x, places, shares, shared, gate, target: self.wave_target()? })
+                let slots = self.slots()?;
+                let [out] = self.works(["out"])?;
+                Ok(Action::Combine { slots, out })
             }
             "convolve" => {
                 self.works(["x", "scalars", "out"]).map(|[x, scalars, out]| Action::Convolve { x, scalars, out })
@@ -419,10 +418,17 @@ impl Parser<'_> {
             Some(Sum::Embed { table, scale: self.attr_f32("scale")?, best: self.optional_work("best")? })
         } else if let Some(branch) = self.optional_work("branch")? {
             Some(Sum::Branch { branch, norm: self.optional_norm()?, scale: self.attr_f32("scale")? })
+        } else if self.eat("slots") {
+            Some(Sum::Slots(self.slots()?))
         } else {
             self.eat("taken").then_some(Sum::Taken)
         };
         Ok(Action::Rows { residual, sum, out: self.input(["out", "squares"])? })
+    }
+
+    fn slots(&mut self) -> Parsed<Slots> {
+        let [x, places, shares] = self.works(["x", "places", "shares"])?;
+        Ok(Slots { x, places, shares, shared: self.optional_work("shared")?, gate: self.optional_work("gate")? })
     }
 
     fn matmul(&mut self) -> Parsed<Action> {

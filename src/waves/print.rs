@@ -13,7 +13,7 @@
 
 use super::derive::{UNWRITTEN_MAX, usual};
 use super::{
-    Action, Division, Form, Input, Layout, NormOf, Over, Plan, Products, Ring, Share, Splits, Sum, Sums, Target,
+    Action, Division, Form, Input, Layout, NormOf, Over, Plan, Products, Ring, Share, Slots, Splits, Sum, Sums, Target,
     Tiling, Warps, Work,
 };
 use crate::ir::print::{NormText, Quoted, print as print_schedule};
@@ -66,10 +66,11 @@ fn write_norm(f: &mut Formatter<'_>, norm: Option<NormOf>) -> fmt::Result {
 
 /// The input of the next product, with the names of its buffers.
 fn write_input(f: &mut Formatter<'_>, names: [&str; 2], input: Option<Input>) -> fmt::Result {
-    let Some(Input { to, norm, squares }) = input else { return Ok(()) };
+    let Some(Input { to, norm, squares, rows }) = input else { return Ok(()) };
     optional(f, names[0], Some(to))?;
     write_norm(f, norm)?;
-    optional(f, names[1], squares)
+    optional(f, names[1], squares)?;
+    optional(f, "rows", rows)
 }
 
 fn write_target(f: &mut Formatter<'_>, target: Target) -> fmt::Result {
@@ -83,6 +84,12 @@ fn write_target(f: &mut Formatter<'_>, target: Target) -> fmt::Result {
             flag(f, "shown", shown)
         }
     }
+}
+
+fn write_slots(f: &mut Formatter<'_>, Slots { x, places, shares, shared, gate }: Slots) -> fmt::Result {
+    write!(f, " x={x} places={places} shares={shares}")?;
+    optional(f, "shared", shared)?;
+    optional(f, "gate", gate)
 }
 
 fn write_splits(f: &mut Formatter<'_>, splits: Option<Splits>) -> fmt::Result {
@@ -189,6 +196,10 @@ impl Action {
                         write_norm(f, norm)?;
                         write!(f, " scale={scale}")?;
                     }
+                    Some(Sum::Slots(slots)) => {
+                        f.write_str(" slots")?;
+                        write_slots(f, slots)?;
+                    }
                     Some(Sum::Taken) => flag(f, "taken", true)?,
                     None => {}
                 }
@@ -226,21 +237,19 @@ impl Action {
             Action::Gather { x, choices, groups, places, out } => {
                 write!(f, " x={x} choices={choices} groups={groups} places={places} out={out}")
             }
-            Action::Places { x, choices, groups, places, sources, pieces } => {
-                write!(f, " x={x} choices={choices} groups={groups} places={places} sources={sources} pieces={pieces}")
+            Action::Places { choices, groups, places, sources } => {
+                write!(f, " choices={choices} groups={groups} places={places} sources={sources}")
             }
-            Action::Fill { pieces, groups, sources, out } => {
-                write!(f, " pieces={pieces} groups={groups} sources={sources} out={out}")
+            Action::Fill { x, groups, sources, out } => {
+                write!(f, " x={x} groups={groups} sources={sources} out={out}")
             }
             Action::Experts { x, groups, out, pass, chunk, tickets } => {
                 write!(f, " x={x} groups={groups} out={out} pass={pass} chunk={chunk}")?;
                 flag(f, "tickets", tickets)
             }
-            Action::Combine { x, places, shares, shared, gate, target } => {
-                write!(f, " x={x} places={places} shares={shares}")?;
-                optional(f, "shared", shared)?;
-                optional(f, "gate", gate)?;
-                write_target(f, target)
+            Action::Combine { slots, out } => {
+                write_slots(f, slots)?;
+                write!(f, " out={out}")
             }
             Action::Convolve { x, scalars, out } | Action::MixRow { x, scalars, out } => {
                 write!(f, " x={x} scalars={scalars} out={out}")
@@ -262,7 +271,6 @@ impl fmt::Display for Layout {
             Layout::Rows(dtype) => write!(f, "rows:{dtype}"),
             Layout::Operand => f.write_str("operand"),
             Layout::Tiles => f.write_str("tiles"),
-            Layout::Pieces => f.write_str("pieces"),
             Layout::Parts(parts) => write!(f, "parts:{parts}"),
             Layout::Packets(parts) => write!(f, "packets:{parts}"),
             Layout::Squares { groups, parts } => write!(f, "squares:{groups}*{parts}"),

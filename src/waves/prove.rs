@@ -11,9 +11,9 @@ use super::experts::{
 use super::mix::{Carried, GateNorm, POSITIONS, group_channels, row_bytes, scan_cols};
 use super::{
     Action, BOX_PIECE_BYTES_MAX, BOX_UNITS, CHUNK_BLOCK_ROWS, Division, Form, HELD_AND_SUMS_MAX, Input, Layout,
-    Machine, NormOf, Over, Plan, Products, Ragged, Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS, STEP_ROWS_MAX,
-    Share, Splits, Sum, Sums, TILE_WARPS, Target as Written, Tiling, WIDE_TILE, WIDE_UNITS, Warps, Wave, Work, WorkId,
-    attends_wide, parts_of, sums_max, tile_sums_max, wide_tiles_max,
+    Machine, NormOf, Over, Plan, Products, ROWS_OF_LINE, Ragged, Ring, SHARED_PASS_MAX, SHARED_UNITS, SHARED_WARPS,
+    STEP_ROWS_MAX, Share, Slots, Splits, Sum, Sums, TILE_WARPS, Target as Written, Tiling, WIDE_TILE, WIDE_UNITS,
+    Warps, Wave, Work, WorkId, attends_wide, parts_of, sums_max, tile_sums_max, wide_tiles_max,
 };
 use crate::dtype::DType;
 use crate::format::Format;
@@ -258,8 +258,8 @@ enum Value {
     NormedHeads(GridId),
     /// The rotated queries of a grid of attention.
     Queries(GridId),
-    /// Rows of the input of a product of experts, whose pieces lie side by side: of this exchange, normalised or as it is.
-    Pieces(BufferId, Option<NormOf>),
+    /// The same input of a product row by row.
+    Rows(BufferId, Option<NormOf>),
     /// Where the slots of this choice have their places, as records of tiles and by row and slot.
     Groups(BufferId),
     /// The rows of places by this choice.
@@ -284,12 +284,6 @@ enum Value {
     Mixed(GridId),
     /// The output of the product of this grid, which is added to the residual.
     Addend(GridId),
-}
-
-/// The rows that a wave copies for the product `m` of `grid`.
-fn rows_of(grid: &Grid, m: &MatVec) -> Result<Value, String> {
-    let of = grid.operand(Role::X).ok_or("an operand is missing")?.buffer;
-    Ok(Value::Pieces(of, m.norm.map(|norm| norm_of(grid, norm))))
 }
 
 struct Judge<'a> {
@@ -338,6 +332,7 @@ impl Judge<'_> {
         };
         let cuts = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::AttendRow { splits: Some(_), .. }));
         let split_bytes = if cuts { 48 } else { 0 };
+        let stats_bytes = warps * if self.plan.form == Form::Chunk { 8 * u64::from(ROWS_OF_LINE) } else { 32 };
         let tiles = self.plan.waves.iter().any(|wave| wave.action.is_tiles());
         let tiles = tiles || self.plan.form == Form::Chunk && self.plan.has_items();
         let wide = self.plan.waves.iter().any(|wave| matches!(wave.action, Action::Attend { wide: true, .. }));
@@ -376,11 +371,11 @@ impl Judge<'_> {
                 "pairs of an odd number of blocks, or of a target without clusters",
             ),
             (!m.scratch_bytes.is_multiple_of(128), "expected scratch of whole cache lines"),
-            // 24 bytes for a watchdog, two barriers for each slot, eight statistics for each warp, 80 bytes for a wave and 80 for its record, and the same
+            // 24 bytes for a watchdog, two barriers for each slot, eight statistics for each warp (of a chunk two for each row side by side), 80 bytes for a wave and 80 for its record, and the same
             // for the next wave. Steps add four words for each row, a barrier for the pair, and three words for each of the four KV splits that a block holds at a time.
             // Experts add four words for each turn that a block remembers.
             (
-                u64::from(m.state_bytes) < 24 + 16 * slots + 32 * warps + 352 + row_bytes + split_bytes + turn_bytes,
+                u64::from(m.state_bytes) < 24 + 16 * slots + stats_bytes + 352 + row_bytes + split_bytes + turn_bytes,
                 "too little room for barriers",
             ),
         ];
@@ -625,7 +620,7 @@ impl Judge<'_> {
         }
         let residual = match wave.action {
             Action::Rows { residual, .. } => Some(residual),
-            Action::MatMul { target, .. } | Action::Combine { target, .. } => target.residual(),
+            Action::MatMul { target, .. } => target.residual(),
             _ => None,
         };
         let both = |id: &&WorkId| writes.contains(id) && Some(**id) != residual;
@@ -733,8 +728,8 @@ impl Judge<'_> {
                 let granules = u64::from(m.k).div_ceil(32 * granule_spans(m, program.format_of(grid)));
                 Sums::of_experts(granules as u32, &self.plan.work[x.index()])
             }
-            (Action::Combine { shared, .. }, _, Op::Combine(combine)) => {
-                Some(Sums::Slots { slots: combine.slots, shared: shared.is_some() })
+            (Action::Combine { slots, .. }, _, Op::Combine(combine)) => {
+                Some(Sums::Slots { slots: combine.slots, shared: slots.shared.is_some() })
             }
             (Action::Gated { .. }, _, Op::GroupNorm(_) | Op::MatVec(_)) => Some(Sums::Row { parts: 1 }),
             (Action::Convolve { .. } | Action::Gated { .. }, ..) => Some(Sums::Heads),
@@ -846,6 +841,18 @@ impl Judge<'_> {
         Ok(())
     }
 
+    /// Expects the input of the product `m` of `grid`, row by row.
+    fn rows_of(&self, grid: &Grid, m: &MatVec, x: WorkId) -> Result<(), String> {
+        let input = grid.operand(Role::X).ok_or("an operand is missing")?.buffer;
+        let expected = m.norm.map(|norm| norm_of(grid, norm));
+        let program = &self.validated.schedule().program;
+        match self.holds.get(&x) {
+            Some(&Value::Rows(of, norm)) if of == input && same_norm(program, norm, expected) && !m.own_input => {}
+            found => return Err(format!("{x} holds {found:?}, expected rows of the input of the product")),
+        }
+        self.layout(x, Layout::Rows(DType::Bf16), m.k)
+    }
+
     fn scratch(&self, bytes: u32, what: &str) -> Result<(), String> {
         if bytes <= self.plan.machine.scratch_bytes { Ok(()) } else { Err(format!("{what} that no scratch holds")) }
     }
@@ -887,7 +894,7 @@ impl Judge<'_> {
                 rest
             }
             [places, fill, rest @ ..] if matches!(places.action, Action::Places { .. }) => {
-                self.places(grid, m, chosen, places)?;
+                self.places(chosen, places)?;
                 self.fill(grid, m, chosen, fill)?;
                 rest
             }
@@ -951,24 +958,21 @@ impl Judge<'_> {
         self.copied(grid, m, chosen, out, tiling)
     }
 
-    /// A wave that finds places, and the row of each: as many places as rows have slots, so no two rows have one. It copies rows, too.
-    fn places(&mut self, grid: &Grid, m: &MatVec, chosen: Chosen, wave: &Wave) -> Result<(), String> {
-        let Action::Places { x, choices: ids, groups, places, sources, pieces } = wave.action else {
+    /// A wave that finds places, and the row of each: as many places as rows have slots, so no two rows have one.
+    fn places(&mut self, chosen: Chosen, wave: &Wave) -> Result<(), String> {
+        let Action::Places { choices: ids, groups, places, sources } = wave.action else {
             return Err("expected places".to_string());
         };
         let tiling = self.find_places(chosen, (ids, groups, places), sources)?;
         self.layout(sources, Layout::Sources(tiling), 1)?;
         self.over(wave, Over::Rows { parts: 1 })?;
         self.holds.insert(sources, Value::Sources(chosen.choices));
-        self.input(grid, m, (x, Layout::Operand), None)?;
-        self.layout(pieces, Layout::Pieces, m.k)?;
-        self.holds.insert(pieces, rows_of(grid, m)?);
         Ok(())
     }
 
     /// A wave that copies rows to places. The device numbers groups of neighbouring places by the records of tiles, and gives each to one SM.
     fn fill(&mut self, grid: &Grid, m: &MatVec, chosen: Chosen, wave: &Wave) -> Result<(), String> {
-        let Action::Fill { pieces, groups, sources, out } = wave.action else {
+        let Action::Fill { x, groups, sources, out } = wave.action else {
             return Err("expected rows that are copied to places".to_string());
         };
         let Layout::Grouped(tiling) = self.plan.work[out.index()].layout else {
@@ -979,8 +983,7 @@ impl Judge<'_> {
         self.holds(sources, Value::Sources(chosen.choices))?;
         self.layout(sources, Layout::Sources(tiling), 1)?;
         self.over(wave, Over::Items { parts: tiling.rows / FILLED_PLACES, tiling })?;
-        self.holds(pieces, rows_of(grid, m)?)?;
-        self.layout(pieces, Layout::Pieces, m.k)?;
+        self.rows_of(grid, m, x)?;
         self.copied(grid, m, chosen, out, tiling)
     }
 
@@ -1067,10 +1070,13 @@ impl Judge<'_> {
     fn combine(&mut self, grid: &Grid, combine: &Combine, wave: &Wave) -> Result<(), String> {
         let no = |what: &str| Err(what.to_string());
         let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
-        let Action::Combine { x, places, shares, shared, gate, target } = wave.action else {
-            return no("expected a sum over slots");
+        let Combine { width, slots: count, shared: scale, scale: _, adds } = *combine;
+        let slots = match wave.action {
+            Action::Rows { sum: Some(Sum::Slots(slots)), .. } if adds => slots,
+            Action::Combine { slots, .. } if !adds => slots,
+            _ => return no("expected a sum over slots, which goes where the program says"),
         };
-        let Combine { width, slots, shared: scale, scale: _, adds } = *combine;
+        let Slots { x, places, shares, shared, gate } = slots;
         let made = buffer(Role::X)?;
         let Some(&Value::Slots { of, choices }) = self.holds.get(&x) else {
             return Err(format!("{x} holds {:?}, expected what experts made", self.holds.get(&x)));
@@ -1083,9 +1089,9 @@ impl Judge<'_> {
         }
         self.layout(x, Layout::Placed(tiling), width)?;
         self.holds(places, Value::Places(choices))?;
-        self.layout(places, Layout::Rows(DType::I32), slots)?;
+        self.layout(places, Layout::Rows(DType::I32), count)?;
         self.holds(shares, Value::Exchange(buffer(Role::Shares)?))?;
-        self.layout(shares, Layout::Rows(DType::F32), slots)?;
+        self.layout(shares, Layout::Rows(DType::F32), count)?;
         match (scale, shared) {
             (None, None) => {}
             (Some(_), Some(shared)) => {
@@ -1102,15 +1108,18 @@ impl Judge<'_> {
             }
             _ => return no("the gate of a shared expert, or none"),
         }
-        self.over(wave, Over::Rows { parts: 1 })?;
-        match target {
-            Written::Residual(residual) if adds => self.sums(residual, Some(buffer(Role::Out)?), width),
-            Written::Out(out) if !adds => {
+        match wave.action {
+            Action::Rows { residual, out, .. } => {
+                self.sums(residual, Some(buffer(Role::Out)?), width)?;
+                self.rows_end(wave, out)
+            }
+            Action::Combine { out, .. } => {
+                self.over(wave, Over::Rows { parts: 1 })?;
                 self.layout(out, Layout::Parts(1), width)?;
                 self.holds.insert(out, Value::Exchange(buffer(Role::Out)?));
                 Ok(())
             }
-            _ => no("a sum that goes elsewhere than in the program"),
+            _ => Ok(()),
         }
     }
 
@@ -1661,7 +1670,7 @@ impl Judge<'_> {
     }
 
     /// A wave leaves the residual as the input of a product of the program; with squares of parts of each row, which lie as `parts` says, if any.
-    fn leaves(&mut self, Input { to, norm, squares }: Input, parts: Layout) -> Result<(), String> {
+    fn leaves(&mut self, Input { to, norm, squares, rows }: Input, parts: Layout) -> Result<(), String> {
         let Some((residual, Some(exchange))) = self.residual else {
             return Err("no residual that the program has in an exchange".to_string());
         };
@@ -1675,6 +1684,13 @@ impl Judge<'_> {
         };
         if !self.validated.schedule().program.grids.iter().any(takes) {
             return Err(format!("{to} is normalised as no product takes it"));
+        }
+        if let Some(rows) = rows {
+            if squares.is_some() || self.plan.form != Form::Chunk {
+                return Err(format!("{to} lacks its factor, or is of a step, and is left row by row, too"));
+            }
+            self.layout(rows, Layout::Rows(DType::Bf16), self.plan.work[residual.index()].cols)?;
+            self.holds.insert(rows, Value::Rows(exchange, norm));
         }
         let Some(squares) = squares else {
             self.holds.insert(to, Value::Normed(exchange, norm));

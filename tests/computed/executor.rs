@@ -21,8 +21,8 @@ use monobloc::reference::{
     softmax, softplus,
 };
 use monobloc::waves::{
-    Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Target, Tiling, Wave, WorkId, group_channels,
-    parts_of,
+    Action, Form, Input, Layout, NormOf, Over, Plan, Share, Slots, Splits, Sum, Target, Tiling, Wave, WorkId,
+    group_channels, parts_of,
 };
 
 /// Keys or values of a layer: for each position, all KV heads.
@@ -440,7 +440,7 @@ impl Step<'_> {
                 Layout::Rows(DType::F32 | DType::I32) => (row * cols + col) * 2,
                 Layout::Groups(_) | Layout::Sources(_) => (row * cols + col) * 2,
                 // Each place, or row, by itself. The kernel says in which order warpgroups read it.
-                Layout::Grouped(_) | Layout::Pieces => row * cols.next_multiple_of(128) + col,
+                Layout::Grouped(_) => row * cols.next_multiple_of(128) + col,
                 Layout::Placed(_) => row * cols + col,
                 Layout::Rows(_) => row * cols + col,
                 Layout::Parts(_) | Layout::Packets(_) => self.part_cell(id, 0, row, col),
@@ -493,7 +493,6 @@ impl Step<'_> {
             Layout::Rows(_)
             | Layout::Operand
             | Layout::Tiles
-            | Layout::Pieces
             | Layout::Best
             | Layout::Splits(_)
             | Layout::Groups(_)
@@ -571,8 +570,8 @@ impl Step<'_> {
         if let (&Action::Experts { x, groups, out, pass, .. }, Op::MatVec(m)) = (&wave.action, &grid.op) {
             return self.experts(&grid, m, (x, groups, out), m.units().div_ceil(pass));
         }
-        if let Action::Fill { pieces, groups, sources, out } = wave.action {
-            return self.fill((pieces, groups, sources, out));
+        if let Action::Fill { x, groups, sources, out } = wave.action {
+            return self.fill((x, groups, sources, out));
         }
         let mut best = vec![vec![(f64::NEG_INFINITY, f64::from(i32::MAX)); self.plan.rows as usize]; sms];
         for (sm, share) in shares {
@@ -583,7 +582,7 @@ impl Step<'_> {
                         Over::Sums { .. } => 1,
                         _ => panic!("rows that are not divided over rows"),
                     };
-                    self.rows_wave(&wave.action, share, parts);
+                    self.rows_wave(&grid, &wave.action, share, parts);
                 }
                 (&Action::MatMul { x, squares, target, then, .. }, Op::MatVec(m)) => {
                     let Over::Units { n, parts, .. } = self.plan.divisions[wave.division.index()].over else {
@@ -613,14 +612,15 @@ impl Step<'_> {
                 (&Action::Gather { x, choices, groups, places, out }, _) => {
                     self.gather(Some(x), choices, (groups, places, out), share);
                 }
-                (&Action::Places { x, choices, groups, places, sources, pieces }, _) => {
+                (&Action::Places { choices, groups, places, sources }, _) => {
                     self.gather(None, choices, (groups, places, sources), share);
+                }
+                (&Action::Combine { slots, out }, Op::Combine(combine)) => {
                     for row in self.rows(share) {
-                        let values = self.read(x, row);
-                        self.write(pieces, row, &values);
+                        let y = self.slots(&grid, combine, slots, row);
+                        y.into_iter().enumerate().for_each(|(col, y)| self.put_part(out, 0, row, col, y));
                     }
                 }
-                (&Action::Combine { .. }, Op::Combine(combine)) => self.combine(&grid, combine, &wave.action, share),
                 (&Action::Convolve { x, scalars, out }, Op::Mix(mix)) => {
                     self.convolve(&grid, mix, (x, scalars, out), share, caches);
                 }
@@ -797,32 +797,24 @@ impl Step<'_> {
     }
 
     /// The slots of a row in their order, each at its place, then the shared expert.
-    fn combine(&mut self, grid: &Grid, combine: &Combine, action: &Action, share: &Share) {
-        let &Action::Combine { x, places, shares, shared, gate, target } = action else { unreachable!() };
-        for row in self.rows(share) {
-            let mut sum = vec![0.0; combine.width as usize];
-            let mut add = |by: f64, y: Vec<f64>| sum.iter_mut().zip(y).for_each(|(sum, y)| *sum += by * y);
-            for (place, by) in self.read(places, row).into_iter().zip(self.read(shares, row)) {
-                add(by, self.read(x, place as usize));
-            }
-            if let Some((of, scale)) = shared.zip(combine.shared) {
-                let column = grid.operand(Role::Gate).map_or(0, |gate| gate.cols.base as usize);
-                let by = gate.map_or(1.0, |gate| sigmoid(self.get(gate, row, column)));
-                add(f64::from(scale) * by, self.read(of, row));
-            }
-            for (col, y) in sum.into_iter().enumerate() {
-                let y = f64::from(combine.scale) * y;
-                match target {
-                    Target::Out(out) => self.put_part(out, 0, row, col, y),
-                    Target::Residual(id) | Target::Best(id) => self.set(id, row, col, self.get(id, row, col) + y),
-                    Target::Sums { .. } => panic!("slots that leave the input of a product"),
-                }
-            }
+    fn slots(&self, grid: &Grid, combine: &Combine, slots: Slots, row: usize) -> Vec<f64> {
+        let Slots { x, places, shares, shared, gate } = slots;
+        let mut sum = vec![0.0; combine.width as usize];
+        let mut add = |by: f64, y: Vec<f64>| sum.iter_mut().zip(y).for_each(|(sum, y)| *sum += by * y);
+        for (place, by) in self.read(places, row).into_iter().zip(self.read(shares, row)) {
+            add(by, self.read(x, place as usize));
         }
+        if let Some((of, scale)) = shared.zip(combine.shared) {
+            let column = grid.operand(Role::Gate).map_or(0, |gate| gate.cols.base as usize);
+            let by = gate.map_or(1.0, |gate| sigmoid(self.get(gate, row, column)));
+            add(f64::from(scale) * by, self.read(of, row));
+        }
+        sum.iter_mut().for_each(|y| *y *= f64::from(combine.scale));
+        sum
     }
 
     /// `parts`: the parts of a row, of which a share has some.
-    fn rows_wave(&mut self, action: &Action, share: &Share, parts: u32) {
+    fn rows_wave(&mut self, grid: &Grid, action: &Action, share: &Share, parts: u32) {
         let &Action::Rows { residual, sum, out } = action else { unreachable!() };
         let cols = self.plan.work[residual.index()].cols as usize;
         let length = cols.div_ceil(parts as usize).next_multiple_of(8);
@@ -852,6 +844,9 @@ impl Step<'_> {
                 let branch = norm.map_or(branch.clone(), |norm| self.normed(&norm, &branch));
                 x.iter_mut().zip(branch).for_each(|(x, b)| *x += f64::from(scale) * b);
             }
+            if let (Some(Sum::Slots(slots)), Op::Combine(combine)) = (sum, &grid.op) {
+                x.iter_mut().zip(self.slots(grid, combine, slots, row)).for_each(|(x, y)| *x += y);
+            }
             // Another share may or may not have added its part, so a norm over them would be undefined.
             if parts > 1 {
                 x.iter_mut().enumerate().filter(|(col, _)| !own.contains(col)).for_each(|(_, x)| *x = f64::NAN);
@@ -869,7 +864,9 @@ impl Step<'_> {
                 }
                 None => out.norm.map_or(x.clone(), |norm| self.normed(&norm, &x)),
             };
-            own.for_each(|col| self.set(out.to, row, col, y[col]));
+            for to in [Some(out.to), out.rows].into_iter().flatten() {
+                own.clone().for_each(|col| self.set(to, row, col, y[col]));
+            }
         }
     }
 

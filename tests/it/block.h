@@ -145,7 +145,7 @@ void Meeting::meet() {
   if (!_setjmp(places[from])) go_on(next);
   awaited_rounds[from] = {nullptr, 0};
 }
-static Meeting block_meeting, warp_meetings[THREADS_MAX / 32];
+static Meeting block_meeting, team_meetings[4], warp_meetings[THREADS_MAX / 32];
 static unsigned long long lanes[2][THREADS_MAX];
 static int turns[THREADS_MAX];
 
@@ -314,6 +314,7 @@ static void run_block(void (*body)(int), int count = THREADS) {
   thread_body = body;
   threads = count;
   block_meeting = {threads, 0, 0};
+  for (Meeting& team : team_meetings) team = {};
   for (Meeting& warp : warp_meetings) warp = {32, 0, 0};
   for (int thread = 0; thread < threads; thread++) {
     turns[thread] = 0;
@@ -335,4 +336,9 @@ static void run_block(void (*body)(int), int count = THREADS) {
 template <int>
 void consumer_barrier() {
   block_meeting.meet();
+}
+template <int COUNT>
+void team_barrier(int team) {
+  team_meetings[team].expected = COUNT;
+  team_meetings[team].meet();
 }

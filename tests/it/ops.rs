@@ -305,7 +305,7 @@ const CASES_OF_ROWS: [(&str, usize); 153] = [
     ("mix-8-parts-bf16", 4),
     ("mix-64-5-parts-bf16", 4),
 ];
-const CASES_OF_WAVES: [(&str, usize); 211] = [
+const CASES_OF_WAVES: [(&str, usize); 221] = [
     ("rows-embed", 1),
     ("rows-embed-bf16", 1),
     ("rows-branch", 1),
@@ -316,6 +316,12 @@ const CASES_OF_WAVES: [(&str, usize); 211] = [
     ("rows-embed-4-warps-bf16", 1),
     ("rows-8-warps", 1),
     ("rows-8-warps-bf16", 1),
+    ("rows-slots", 1),
+    ("rows-slots-bf16", 1),
+    ("rows-slots-of-two", 1),
+    ("rows-slots-of-two-bf16", 1),
+    ("rows-of-one", 1),
+    ("rows-of-one-bf16", 1),
     ("rows-as-they-are", 1),
     ("rows-as-they-are-bf16", 1),
     ("rows-sum-alone", 1),
@@ -395,6 +401,10 @@ const CASES_OF_WAVES: [(&str, usize); 211] = [
     ("steps-addend-alone", 1),
     ("steps-branch", 1),
     ("steps-branch-bf16", 1),
+    ("steps-slots", 1),
+    ("steps-slots-bf16", 1),
+    ("steps-slots-4", 1),
+    ("steps-slots-4-bf16", 1),
     ("steps-taken", 1),
     ("steps-taken-bf16", 1),
     ("steps-embed-4", 1),
@@ -945,7 +955,20 @@ fn an_op_of_waves_that_computes_something_else_is_found() {
         // A branch and a token that are not scaled, statistics of another row.
         ("waves/rows.cuh", "x[i][k] += G::BRANCH_SCALE * y[i][k];", "x[i][k] += y[i][k];", "rows-branch"),
         ("waves/rows.cuh", "x[i][k] *= G::EMBED_SCALE;", "x[i][k] *= 1.f;", "rows-embed"),
-        ("waves/rows.cuh", "stats[c.warp() / WARPS * WARPS + w]", "stats[w]", "rows-embed-4-warps-bf16"),
+        ("waves/rows.cuh", "stats[c.warp() / WARPS * WARPS + w]", "stats[w]", "steps-embed-later-bf16"),
+        ("waves/rows.cuh", "stats[c.lane() % ROWS][", "stats[0][", "rows-slots-bf16"),
+        (
+            "waves/rows.cuh",
+            "for (int o = 16; o >= ROWS; o /= 2)",
+            "for (int o = 16; o > ROWS; o /= 2)",
+            "rows-of-one-bf16",
+        ),
+        (
+            "waves/rows.cuh",
+            "rows[s] = c.template work<u32>(e.branch)[row * G::SLOTS + s]",
+            "rows[s] = row * G::SLOTS + s",
+            "rows-slots",
+        ),
         // Positions before the window, sums of an older maximum, values that have not landed, a row of the cache in another order, a half
         // turned the other way, pairs the wrong way round.
         (

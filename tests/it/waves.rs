@@ -33,8 +33,8 @@ use monobloc::validate::{Entity, Rule, Validated, Violation, validate};
 use monobloc::waves::parse::parse;
 use monobloc::waves::{
     Action, Division, DivisionId, Form, Input, Layout, NormOf, Over, Plan, Products, Proven, Refused, Ring, Share,
-    Splits, Sum, Sums, Target as Written, Warps, Wave, WithTail, Work, WorkId, derive, derive_alike, derive_ragged,
-    derive_split, next_chunk, parts_of, prove, prove_alike, prove_tail,
+    Slots, Splits, Sum, Sums, Target as Written, Warps, Wave, WithTail, Work, WorkId, derive, derive_alike,
+    derive_ragged, derive_split, next_chunk, parts_of, prove, prove_alike, prove_tail,
 };
 
 use rayon::prelude::*;
@@ -1526,6 +1526,11 @@ impl Mutants<'_> {
                 let branch = WorkId(branch.expect("a branch") as u32);
                 with("a branch", wrong, Some(Sum::Branch { branch, norm: None, scale: 1.0 }), out);
             }
+            Some(Sum::Slots(slots)) => {
+                for slots in [Slots { places: slots.shares, ..slots }, Slots { x: residual, ..slots }] {
+                    with("other slots", wrong, Some(Sum::Slots(slots)), out);
+                }
+            }
             None => {}
         }
         if sum != Some(Sum::Taken) {
@@ -1553,8 +1558,11 @@ impl Mutants<'_> {
                 for (to, norm) in
                     norms.into_iter().take(2).flat_map(|(to, norm)| other_norms(norm).into_iter().map(move |n| (to, n)))
                 {
-                    let action =
-                        Action::Rows { residual, sum, out: Some(Input { to, norm: Some(norm), squares: None }) };
+                    let action = Action::Rows {
+                        residual,
+                        sum,
+                        out: Some(Input { to, norm: Some(norm), squares: None, rows: None }),
+                    };
                     self.add(format!("w{w}: an input of no product"), wrong, |p| p.waves[w].action = action);
                 }
             }

@@ -260,6 +260,11 @@ fn a_generated_kernel_of_experts_passes_its_check() {
     }
 }
 
+/// The share of a slot, and 1 in place of that of the second one.
+const SHARE_OF_ONE: &[(&str, &str)] = &[(
+    "share[s] = c.template work<float>(e.squares_out)[row * G::SLOTS + s];",
+    "share[s] = s == 1 ? 1.f : c.template work<float>(e.squares_out)[row * G::SLOTS + s];",
+)];
 /// How a row chooses.
 const CHOICE: &str = "const ExpertChoice<G> choice(lane, x, c.template constant<float>(e.bias), reinterpret_cast<u32*>(c.scratch()) + c.warp() * WORDS, id);";
 /// Every fourth row takes the best expert that is not for it in place of the last one that is.
@@ -275,10 +280,7 @@ fn a_wrong_kernel_of_experts_does_not_pass_its_check() {
     let faults: [(&str, Fault); 4] = [
         ("choice", Fault { text: &[(CHOICE, NEXT)], ..NONE }),
         ("weights of another layer", Fault { other_weights: true, ..NONE }),
-        (
-            "the factor of a slot",
-            Fault { text: &[("share[s] = counts[s];", "share[s] = s == 1 ? 1.f : counts[s];")], ..NONE },
-        ),
+        ("the factor of a slot", Fault { text: SHARE_OF_ONE, ..NONE }),
         ("experts of a tile", Fault { text: &[("unit = of.x * UNITS", "unit = (of.x ^ 1) * UNITS")], ..NONE }),
     ];
     for (what, fault) in faults {
@@ -362,7 +364,7 @@ fn a_wrong_net_beside_experts_does_not_pass_its_check() {
         assert!(is_found, "{what}: {error}");
     }
     // The faults of experts are found, too.
-    let factor = Fault { text: &[("share[s] = counts[s];", "share[s] = s == 1 ? 1.f : counts[s];")], ..NONE };
+    let factor = Fault { text: SHARE_OF_ONE, ..NONE };
     for fault in [factor, Fault { other_weights: true, ..NONE }] {
         let error = check_prompt(&imported, 20, fault).unwrap().expect_err("experts");
         assert!(!matches!(error, CheckError::CutsDiffer { .. } | CheckError::Interp(_)), "{error}");

@@ -11,7 +11,7 @@ use monobloc::model::graph::ModelGraph;
 use monobloc::rows::Shape;
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
-use monobloc::waves::{Action, Form, Layout, Plan, Proven, Target as Written, Tiling, prove};
+use monobloc::waves::{Action, Form, Layout, Plan, Proven, Slots, Sum, Tiling, prove};
 
 use crate::formats::{all, named, rounded};
 use crate::nvrtc::nvrtc;
@@ -172,25 +172,22 @@ fn buffers_and_rings_of_experts_have_room_for_every_choice() {
                 wrong("chunks of 32 of k", "ring", &set(|_, chunk| *chunk = 1));
                 wrong("longer chunks", "ring", &set(|_, chunk| *chunk = 4));
             }
-            Action::Combine { shared, target, .. } => {
+            Action::Rows { residual, sum: Some(Sum::Slots(slots)), .. } => {
                 seen += 1;
-                assert!(shared.is_some());
-                let without = |plan: &mut Plan| {
-                    let Action::Combine { shared, .. } = &mut plan.waves[w].action else { panic!("a sum") };
-                    *shared = None;
+                assert!(slots.shared.is_some());
+                let slots_of = |change: fn(&mut Slots)| {
+                    move |plan: &mut Plan| {
+                        let Action::Rows { sum: Some(Sum::Slots(slots)), .. } = &mut plan.waves[w].action else {
+                            panic!("a sum")
+                        };
+                        change(slots);
+                    }
                 };
-                wrong("no shared expert", "order", &without);
-                let without = |plan: &mut Plan| {
-                    let Action::Combine { gate, .. } = &mut plan.waves[w].action else { panic!("a sum") };
-                    *gate = None;
-                };
-                wrong("no gate", "order", &without);
-                let Written::Residual(to) = target else { panic!("a sum that adds") };
-                let elsewhere = |plan: &mut Plan| {
-                    let Action::Combine { target, .. } = &mut plan.waves[w].action else { panic!("a sum") };
-                    *target = Written::Out(to);
-                };
-                wrong("a sum that overwrites", "order", &elsewhere);
+                wrong("no shared expert", "order", &slots_of(|slots| slots.shared = None));
+                wrong("no gate", "order", &slots_of(|slots| slots.gate = None));
+                wrong("places as what experts made", "order", &slots_of(|slots| slots.x = slots.places));
+                let overwrites = |plan: &mut Plan| plan.waves[w].action = Action::Combine { slots, out: residual };
+                wrong("a sum that overwrites", "order", &overwrites);
             }
             _ => {}
         }

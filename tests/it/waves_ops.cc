@@ -147,7 +147,7 @@ static void run_all() {
 template <int H, bool E, bool B, bool O, Norm N, Norm BN = Norm::NONE>
 struct Rowwise {
   static constexpr int HIDDEN = H;
-  static constexpr bool EMBED = E, TAKE = false, BRANCH = B, OUT = O, OUT_TILES = false;
+  static constexpr bool EMBED = E, TAKE = false, BRANCH = B, OUT = O, OUT_TILES = false, OUT_ROWS = false;
   static constexpr float EMBED_SCALE = 1.5f, BRANCH_SCALE = 0.25f, EPS = 1e-5f, BRANCH_EPS = 1e-6f;
   static constexpr Norm NORM = N, BRANCH_NORM = BN;
   static constexpr int BRANCH_PARTS = 0, ROW_PARTS = 1;
@@ -166,6 +166,48 @@ template <class G, int N>
 struct SumsOf : G {
   static constexpr int BRANCH_PARTS = N;
 };
+// The branch is what experts made: of N slots and a shared expert, whose share the sigmoid of a score scales.
+template <class G, int N>
+struct SlotsOf : G {
+  static constexpr int SLOTS = N, SCORES = 5, GATE = 3;
+  static constexpr bool SHARED = true, GATED = true;
+  static constexpr float SHARED_SCALE = 0.75f;
+};
+// Leaves its output row by row, too.
+template <class G>
+struct ByRow : G {
+  static constexpr bool OUT_ROWS = true;
+};
+// Fills what `WaveSlots` reads, and returns what it adds up.
+template <class G>
+static std::vector<float> slots_made(u32 rows, u64& state) {
+  constexpr int H = G::HIDDEN, SLOTS = slots_added<G>(nullptr);
+  std::vector<float> sum(size_t(rows) * H);
+  if constexpr (SLOTS > 0) {
+    const u32 count = rows * SLOTS;
+    wave.x = activations(size_t(count) * H * 2), wave.branch = activations(size_t(count) * 4), wave.squares_out = activations(size_t(count) * 4);
+    wave.branch_weight = activations(sum.size() * 2), wave.table = activations(size_t(rows) * G::SCORES * 4);
+    const std::vector<float> made = numbers(state, size_t(count) * H), shared = numbers(state, sum.size()), of = numbers(state, count), scores = numbers(state, size_t(rows) * G::SCORES);
+    for (u32 row = 0; row < rows; row++) {
+      for (int i = 0; i < G::SCORES; i++) std::memcpy(plain_at(wave.table, row, i, G::SCORES, 4), &scores[row * G::SCORES + i], 4);
+      for (int slot = 0; slot < SLOTS; slot++) {
+        const u32 n = row * SLOTS + slot, place = count - 1 - n; // the last rows have the first places
+        std::memcpy(plain_at(wave.branch, row, slot, SLOTS, 4), &place, 4);
+        std::memcpy(plain_at(wave.squares_out, row, slot, SLOTS, 4), &of[n], 4);
+        for (int i = 0; i < H; i++) {
+          narrow(made[size_t(n) * H + i], reinterpret_cast<bf16*>(plain_at(wave.x, place, i, H, 2)));
+          sum[size_t(row) * H + i] += of[n] * made[size_t(n) * H + i];
+        }
+      }
+      const float by = G::SHARED_SCALE / (1.f + std::exp(-scores[row * G::SCORES + G::GATE]));
+      for (int i = 0; i < H; i++) {
+        narrow(shared[size_t(row) * H + i], reinterpret_cast<bf16*>(plain_at(wave.branch_weight, row, i, H, 2)));
+        sum[size_t(row) * H + i] += by * shared[size_t(row) * H + i];
+      }
+    }
+  }
+  return sum;
+}
 // Leaves the input of a product in tiles.
 template <class G>
 struct ToTiles : G {
@@ -181,18 +223,22 @@ static void rowwise(const char* name, const char* out_name, u32 rows, u32 step =
   const size_t best_bytes = size_t(M::BLOCK_ROWS) * M::SMS * 8;
   if (M::STEPS) require(activations(best_bytes) == M::BEST, "best logits lie first");
   u64 state = H + rows;
-  const std::vector<float> table = numbers(state, size_t(VOCAB) * H), before = numbers(state, size_t(rows) * H), branch = numbers(state, before.size());
+  const std::vector<float> table = numbers(state, size_t(VOCAB) * H), before = numbers(state, size_t(rows) * H);
+  constexpr bool SLOTS = slots_added<G>(nullptr) > 0;
+  const std::vector<float> branch = SLOTS ? slots_made<G>(rows, state) : numbers(state, before.size());
   const std::vector<float> w = numbers(state, H), b = numbers(state, H), bw = numbers(state, H), bb = numbers(state, H);
-  wave.norm_weight = constant(w), wave.branch_weight = constant(bw);
+  wave.norm_weight = constant(w);
+  if (!SLOTS) wave.branch_weight = constant(bw);
   if (G::NORM == Norm::LAYER) wave.norm_bias = constant(b);
   if (G::BRANCH_NORM == Norm::LAYER) wave.branch_bias = constant(bb);
   std::vector<float> pairs(table.size() / 2);
   for (size_t i = 0; i < pairs.size(); i++) pairs[i] = __uint_as_float(bf16_pair(table[2 * i], table[2 * i + 1]));
-  wave.table = constant(pairs);
+  if (!SLOTS) wave.table = constant(pairs);
   const u32 whole = blocks<M>(rows) * M::BLOCK_ROWS;
   wave.residual = activations(size_t(whole) * H * 4);
-  wave.branch = activations(size_t(whole) * H * (PARTS > 0 ? 4 * PARTS : 2));
+  if (!SLOTS) wave.branch = activations(size_t(whole) * H * (PARTS > 0 ? 4 * PARTS : 2));
   wave.out = operand<M, H>(rows);
+  wave.rows = activations(size_t(whole) * H * 2);
   std::vector<float> taken(before.size());
   params.taken = taken.data();
   std::vector<i32> tokens, mailbox(1 + (params.steps + 1) * M::BLOCK_ROWS, -9), told = mailbox;
@@ -226,7 +272,7 @@ static void rowwise(const char* name, const char* out_name, u32 rows, u32 step =
       else if (!G::EMBED)
         std::memcpy(plain_at(wave.residual, row, i, H, 4), &before[size_t(row) * H + i], 4);
       const float y = branch[size_t(row) * H + i];
-      if (PARTS == 0) narrow(y, reinterpret_cast<bf16*>(plain_at(wave.branch, row, i, H, 2)));
+      if (PARTS == 0 && !SLOTS) narrow(y, reinterpret_cast<bf16*>(plain_at(wave.branch, row, i, H, 2)));
       // Parts of very different sizes that are exact, and add up to it.
       for (u32 part = 0; part < u32(PARTS); part++) {
         const float of = part == 0 ? (PARTS == 1 ? y : y * 4.f) : part == 1 ? (PARTS == 2 ? y * -3.f : y * -2.f) : -y;
@@ -269,6 +315,8 @@ static void rowwise(const char* name, const char* out_name, u32 rows, u32 step =
       }
     }
     for (int i = 0; i < H; i++) out.push_back(normed[i]), found_out.push_back(bf16_at(operand_at<M, H, G::OUT_TILES>(wave.out, row, i)));
+    if (G::OUT_ROWS)
+      for (int i = 0; i < H; i++) out.push_back(normed[i]), found_out.push_back(bf16_at(plain_at(wave.rows, row, i, H, 2)));
   }
   for (u32 row = rows; row < whole; row++) {
     expected.push_back(1), found.push_back(untouched(plain_at(wave.residual, row, 0, H, 4), H * 4));
@@ -278,6 +326,7 @@ static void rowwise(const char* name, const char* out_name, u32 rows, u32 step =
   if (M::STEPS)
     for (size_t i = 0; i < told.size(); i++) expected.push_back(told[i]), found.push_back(mailbox[i]);
   report(name, expected, found);
+  if (!G::OUT_ROWS) require(untouched(plain_at(wave.rows, 0, 0, H, 2), whole * H * 2), "rows that the wave does not leave");
   if (G::OUT)
     report(out_name, out, found_out);
   else
@@ -1029,6 +1078,10 @@ int main() {
   rowwise<Rowwise<1104, false, true, true, Norm::LAYER, Norm::LAYER>>("rows-layer-2-warps", "rows-layer-2-warps-bf16", 11);
   rowwise<Rowwise<2312, true, false, true, Norm::LAYER>>("rows-embed-4-warps", "rows-embed-4-warps-bf16", 5);
   rowwise<Rowwise<8200, false, true, true, Norm::RMS, Norm::LAYER>>("rows-8-warps", "rows-8-warps-bf16", 3);
+  // Of experts; four rows, two and one side by side, in teams of two warps and of all.
+  rowwise<ByRow<SlotsOf<Rowwise<264, false, true, true, Norm::RMS>, 3>>>("rows-slots", "rows-slots-bf16", 75);
+  rowwise<ByRow<SlotsOf<Rowwise<2056, false, true, true, Norm::LAYER>, 2>>, SharedMachine>("rows-slots-of-two", "rows-slots-of-two-bf16", 21);
+  rowwise<ByRow<Rowwise<4104, false, false, true, Norm::RMS>>>("rows-of-one", "rows-of-one-bf16", 13);
   rowwise<Rowwise<64, false, false, true, Norm::NONE>>("rows-as-they-are", "rows-as-they-are-bf16", 9);
   rowwise<Rowwise<72, false, true, false, Norm::NONE>>("rows-sum-alone", "", 9);
   // Of k that ends within a chunk and within a granule; of units that end within a pass; a block of rows, a part of one, and two.
@@ -1117,6 +1170,8 @@ int main() {
   rowwise<SumsOf<Rowwise<2304, false, true, true, Norm::RMS, Norm::RMS>, 2>, S16>("steps-parts-norm", "steps-parts-norm-bf16", 5);
   rowwise<SumsOf<Rowwise<72, false, true, false, Norm::NONE>, 3>, S64>("steps-addend-alone", "", 33);
   rowwise<Rowwise<1032, false, true, true, Norm::LAYER, Norm::LAYER>, S16>("steps-branch", "steps-branch-bf16", 16);
+  rowwise<SlotsOf<Rowwise<1032, false, true, true, Norm::RMS>, 4>, S16>("steps-slots", "steps-slots-bf16", 15);
+  rowwise<RowsIn<SlotsOf<Rowwise<256, false, true, true, Norm::RMS>, 8>, 4>, S32>("steps-slots-4", "steps-slots-4-bf16", 29);
   // Parts of rows: of one warp, of several, and with two pieces a lane.
   rowwise<Taking<Rowwise<264, false, false, true, Norm::RMS>>, S16>("steps-taken", "steps-taken-bf16", 11);
   rowwise<RowsIn<Rowwise<256, true, false, true, Norm::RMS>, 4>, S32>("steps-embed-4", "steps-embed-4-bf16", 29, 1);

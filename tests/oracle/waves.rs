@@ -23,8 +23,8 @@ use monobloc::reference::{Session, argmax};
 use monobloc::target::Target;
 use monobloc::validate::{Entity, Rule, Validated, Violation, validate};
 use monobloc::waves::{
-    Action, Form, Input, Layout, NormOf, Over, Plan, Share, Splits, Sum, Sums, Target as Written, WorkId, derive,
-    derive_split, prove, prove_tail,
+    Action, Form, Input, Layout, NormOf, Over, Plan, Share, Slots, Splits, Sum, Sums, Target as Written, WorkId,
+    derive, derive_split, prove, prove_tail,
 };
 use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe, catch_unwind};
@@ -409,13 +409,15 @@ fn other_grid(plan: &mut Plan, program: &Program, random: &mut Rng) -> Option<Ve
 pub fn works(action: &mut Action) -> Vec<&mut WorkId> {
     match action {
         Action::Rows { residual, sum, out } => {
-            let branch = match sum {
-                Some(Sum::Branch { branch, .. }) => Some(branch),
-                Some(Sum::Embed { best, .. }) => best.as_mut(),
-                Some(Sum::Taken) | None => None,
+            let added = match sum {
+                Some(Sum::Branch { branch, .. }) => vec![branch],
+                Some(Sum::Slots(slots)) => of_slots(slots),
+                Some(Sum::Embed { best, .. }) => best.iter_mut().collect(),
+                Some(Sum::Taken) | None => vec![],
             };
-            let written = out.iter_mut().flat_map(|out| [&mut out.to].into_iter().chain(&mut out.squares));
-            [residual].into_iter().chain(branch).chain(written).collect()
+            let written =
+                out.iter_mut().flat_map(|out| [&mut out.to].into_iter().chain(&mut out.squares).chain(&mut out.rows));
+            [residual].into_iter().chain(added).chain(written).collect()
         }
         Action::MatMul { x, squares, target, then, .. } => {
             let written = then.iter_mut().flat_map(|then| [&mut then.to].into_iter().chain(&mut then.squares));
@@ -431,17 +433,25 @@ pub fn works(action: &mut Action) -> Vec<&mut WorkId> {
         Action::Scores { x, out } => vec![x, out],
         Action::Route { scores, choices, shares } => vec![scores, choices, shares],
         Action::Gather { x, choices, groups, places, out } => vec![x, choices, groups, places, out],
-        Action::Places { x, choices, groups, places, sources, pieces } => {
-            vec![x, choices, groups, places, sources, pieces]
-        }
-        Action::Fill { pieces, groups, sources, out } => vec![pieces, groups, sources, out],
+        Action::Places { choices, groups, places, sources } => vec![choices, groups, places, sources],
+        Action::Fill { x, groups, sources, out } => vec![x, groups, sources, out],
         Action::Experts { x, groups, out, .. } => vec![x, groups, out],
-        Action::Combine { x, places, shares, shared, gate, target } => {
-            [x, places, shares].into_iter().chain(written_by(target)).chain(shared).chain(gate).collect()
-        }
+        Action::Combine { slots, out } => of_slots(slots).into_iter().chain([out]).collect(),
         Action::Convolve { x, scalars, out } | Action::MixRow { x, scalars, out } => vec![x, scalars, out],
         Action::Mix { turned, x, out } => vec![turned, x, out],
         Action::Gated { mixed, x, out } => vec![mixed, x, out],
+    }
+}
+
+fn of_slots(Slots { x, places, shares, shared, gate }: &mut Slots) -> Vec<&mut WorkId> {
+    [x, places, shares].into_iter().chain(shared).chain(gate).collect()
+}
+
+/// The sum over slots that a wave takes.
+fn slots_of(action: &mut Action) -> Option<&mut Slots> {
+    match action {
+        Action::Rows { sum: Some(Sum::Slots(slots)), .. } | Action::Combine { slots, .. } => Some(slots),
+        _ => None,
     }
 }
 
@@ -632,7 +642,7 @@ fn factor(plan: &mut Plan, _: &Program, random: &mut Rng) -> Option<Vec<Touched>
         Action::Rows { sum, out, .. } => match (sum, out, random.below(3)) {
             (Some(Sum::Branch { scale, .. } | Sum::Embed { scale, .. }), _, 0) => *scale *= 2.0,
             (Some(Sum::Embed { best, .. }), _, 1) => *best = None,
-            (sum @ Some(Sum::Branch { .. }), _, 1) => *sum = None,
+            (sum @ Some(Sum::Branch { .. } | Sum::Slots(_)), _, 1) => *sum = None,
             (_, Some(out), _) => out.squares = None,
             (_, out, _) => *out = None,
         },
@@ -684,6 +694,7 @@ fn experts(plan: &mut Plan, _: &Program, random: &mut Rng) -> Option<Vec<Touched
                 | Action::Fill { .. }
                 | Action::Experts { .. }
                 | Action::Combine { .. }
+                | Action::Rows { sum: Some(Sum::Slots(_)), .. }
         )
     };
     let w = a_wave(plan, random, of_experts)?;
@@ -718,14 +729,14 @@ fn experts(plan: &mut Plan, _: &Program, random: &mut Rng) -> Option<Vec<Touched
                     *chunk *= 2;
                 }
             }
-            Action::Combine { shared, gate, .. } => {
+            action => {
+                let Slots { shared, gate, .. } = slots_of(action)?;
                 if gate.is_some() && random.below(2) == 0 {
                     *gate = None;
                 } else {
                     shared.take()?;
                 }
             }
-            _ => return None,
         },
         // An expert twice, or never.
         _ => {
