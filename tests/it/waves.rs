@@ -2823,7 +2823,7 @@ pub struct Built {
 }
 
 impl Built {
-    /// `None` without a compiler. `wrong`: what is replaced in waves/experts.cuh; `change` changes its tables.
+    /// `None` without a compiler. `wrong`: what is replaced in headers of waves; `change` changes its tables.
     pub fn of(
         imported: &Imported,
         proven: &Proven<'_>,
@@ -2859,9 +2859,10 @@ impl Built {
         if !wrong.is_empty() {
             fs::create_dir_all(folder.path().join("wrong/waves")).unwrap();
             let mut found = 0;
-            let names =
+            const EVERY: &str = "waves/rows.cuh";
+            let some =
                 ["waves/experts.cuh", "waves/state.cuh", "waves/mix.cuh", "waves/scan.cuh", "waves/convolve.cuh"];
-            for name in names.into_iter().filter(|name| text.contains(name)) {
+            for name in some.into_iter().filter(|name| text.contains(name)).chain([EVERY]) {
                 let mut header = fs::read_to_string(root.join("kernels").join(name)).unwrap();
                 for (right, wrong) in wrong {
                     found += header.matches(right).count();

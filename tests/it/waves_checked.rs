@@ -36,7 +36,7 @@ const STEP_ROWS: u32 = 32;
 /// Layers of a model. A chunk has the experts of all but the last one.
 const LAYERS: u32 = 3;
 
-/// What is wrong of a kernel: text of waves/experts.cuh with what takes its place, and whether products of the first layer have the weights of the second.
+/// What is wrong of a kernel: text of its headers with what takes its place, and whether products of the first layer have the weights of the second.
 #[derive(Debug, Clone, Copy)]
 struct Fault {
     text: &'static [(&'static str, &'static str)],
