@@ -45,8 +45,8 @@ kernel_struct! {
         residual: u32,
         /// work arena: what is added to the residual; of attention what KV splits leave, or heads with the gate; of a product parts of squares, or where sums of parts go
         branch: u32 as [branch, square_parts, gate],
-        /// matrix
-        weight: u32,
+        /// matrix; or work arena: the output row by row
+        weight: u32 as [weight, rows],
         /// norm weight of the output, or of q
         norm_weight: u32 as [norm_weight, q_norm],
         /// norm bias of the output, or norm weight of k; of a product 1 if the residual goes to all devices
