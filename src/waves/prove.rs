@@ -1119,7 +1119,7 @@ impl Judge<'_> {
                 self.holds.insert(out, Value::Exchange(buffer(Role::Out)?));
                 Ok(())
             }
-            _ => Ok(()),
+            _ => no("expected a sum over slots"),
         }
     }
 
