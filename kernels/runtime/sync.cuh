@@ -280,6 +280,24 @@ __device__ __forceinline__ u32 load_told(const u32* from) {
   asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(word) : "r"(smem_address(from)) : "memory");
   return word;
 }
+// The same between the two blocks of a pair: `to` is an address of the other block (`peer_address`), which looks at its own word.
+__device__ __forceinline__ void store_at_peer(u32 to, u32 word) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+#endif
+}
+__device__ __forceinline__ void store_told_at_peer(u32 to, u32 word) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.release.cluster.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+#endif
+}
+__device__ __forceinline__ u32 load_told_by_peer(const u32* from) {
+  u32 word = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.acquire.cluster.shared::cta.u32 %0, [%1];" : "=r"(word) : "r"(smem_address(from)) : "memory");
+#endif
+  return word;
+}
 // Hands the acquired step to the loader. One thread calls it, after the block barrier that follows `acquire_step`. It is a word that
 // only grows, not an mbarrier: a loader that skips steps without history could not tell the parity of a step from that of two before.
 __device__ __forceinline__ void hand_over_step(u32* word, u32 tag) { store_told(word, tag); }
@@ -529,6 +547,12 @@ __device__ __forceinline__ void copy_in_bulk(u8* to, const u8* from, u32 bytes, 
                : "memory");
 #endif
 }
+// Asks for memory that is read soon, so that it comes from L2 then. L2 is what all SMs see, so it need not be written yet. A multiple of 16 bytes.
+__device__ __forceinline__ void bring_to_l2(const void* from, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
 // By a thread, before its first copy of a box of this tensor map in a launch. Tensor maps are read by a proxy of their own, which may still know another map that
 // lay there in an earlier launch: the host has stored this one. PTX 8.3 (CUDA 12.3) has the fence.
 __device__ __forceinline__ void see_tensor_map(const u8* map) {
@@ -565,7 +589,7 @@ __device__ __forceinline__ void copy_tile_in_bulk(u8* to, const u8* map, u32 eig
 #endif
 }
 
-// Slots of weights that both blocks of a pair fill and read (`shares_weights`). A warp that has read one says so to both blocks, and a block copies to both once
+// Slots that both blocks of a pair fill and read (`shares_weights`). A warp that has read one says so to both blocks, and a block copies to both once
 // all warps of both have. So the barriers of such slots are used at the scope of the cluster, with the fences above: an arrival that released by
 // itself would wait for all earlier stores to global memory.
 struct PairSlot {
@@ -607,6 +631,15 @@ struct PairSlot {
     return done;
   }
   // Copies to the same place of both blocks, each of which waits for the bytes at its own barrier.
+  static __device__ __forceinline__ void copy(u8* to, const u8* from, u32 bytes, u64* full, u64 policy) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1], %2, [%3], %4, %5;" ::"r"(smem_address(to)), "l"(from),
+        "r"(bytes), "r"(smem_address(full)), "h"((unsigned short)3), "l"(policy)
+        : "memory"
+    );
+#endif
+  }
   static __device__ __forceinline__ void copy_lines(u8* to, const u8* map, u32 line, u32 unit, u64* full, u64 policy) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(

@@ -128,6 +128,7 @@ struct HeldWave {
 
 // A turn of a block at an item that it drew a ticket for. The first warp of its loader tells it to the other warps. It writes `nth` last, which counts the turns of a launch from 1.
 // There are two entries more than slots of inputs. So all warps have read a turn before its entry is used again: the slots of its inputs hold those of later turns.
+// Where the first block of a pair tells those of the second one, too, there is one entry more for each slot of weights, and another: it is ahead by those that they share.
 struct __align__(16) WaveTurn {
   u32 words[3], nth;
 };
@@ -255,6 +256,7 @@ __device__ __forceinline__ void place_row(const WaveParams& p, u32 row) {
 // Thread-wide view of a block.
 template <class M>
 struct WaveContext {
+  static constexpr bool PAIRED = M::PAIRS && !M::STEPS; // turns may come from the other block of a pair
   const WaveParams& p;
   const HeldMemory held;
   RingCursor<InputRing<M>> inputs; // next chunks to consume

@@ -7,8 +7,8 @@
 //
 // Only generated kernels with experts include this. Words of a `Wave` that have other names here:
 //   residual     choices (rows, TOP_K)       ids below EXPERTS; the wave that chooses has them in `out`
-//   branch       groups (1 + tiles) of 16 bytes: the number of tiles, and how many tickets blocks have drawn for the first product and for the second; then for each tile its
-//                expert, the first tile of that expert, its tiles, and its slots
+//   branch       groups (1 + tiles) of 16 bytes: the number of tiles, how many tickets blocks have drawn for the first product and for the second, and how many times eight places
+//                the fullest tile has; then for each tile its expert, the first tile of that expert, its tiles, and its slots
 //   squares      places (rows, TOP_K)
 //   squares_out  shares (rows, TOP_K)        fp32
 #pragma once
@@ -33,7 +33,7 @@ struct WaveScores {
   // Granules of a warp that are on their way at once.
   static constexpr int AHEAD = M::STEPS ? (AT_ONCE < 4 ? 8 / AT_ONCE : 2) : 4;
   static constexpr u32 UNIT_BYTES = GRANULES * GRANULE_BYTES;
-  typedef OperandPlace<G::K, M::BLOCK_ROWS, M::WARPGROUPS> X;
+  typedef WaveOperand<M, G::K> X;
   static_assert(M::WARPS * 16 * COLUMNS * sizeof(float) <= M::SCRATCH_BYTES, "the sums of all warps meet");
 
   template <class R>
@@ -47,10 +47,19 @@ struct WaveScores {
       one(c, e, share.row, int(share.lo) * AT_ONCE);
     }
   }
-  // Eight columns of a row, from 8 * (lane % 4) of a span on: the words of an operand.
-  static __device__ __forceinline__ uint4 words(const u8* x, u32 row, u32 col) {
-    const auto word = [&](u32 q) { return *reinterpret_cast<const u32*>(x + X::at(row, col + 2 * q)); };
-    return make_uint4(word(0), word(1), word(2), word(3));
+  // Eight columns of a row, and of the one eight further on, from 8 * (lane % 4) of a span on: the words of an operand.
+  static __device__ __forceinline__ void load(const u8* x, u32 row, u32 col, uint4& a, uint4& b) {
+    const auto piece = [&](u32 row, u32 col) { return *reinterpret_cast<const uint4*>(x + X::at(row, col)); };
+    if constexpr (M::SHARED) {
+      a = piece(row, col), b = piece(row + 8, col);
+    } else if constexpr (!M::WARPGROUPS) {
+      const uint4 low = piece(row, col), high = piece(row, col + 4); // pairs of columns of both rows
+      a = make_uint4(low.x, low.z, high.x, high.z), b = make_uint4(low.y, low.w, high.y, high.w);
+    } else {
+      const auto word = [&](u32 row, u32 q) { return *reinterpret_cast<const u32*>(x + X::at(row, col + 2 * q)); };
+      a = make_uint4(word(row, 0), word(row, 1), word(row, 2), word(row, 3));
+      b = make_uint4(word(row + 8, 0), word(row + 8, 1), word(row + 8, 2), word(row + 8, 3));
+    }
   }
   static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, u32 row, int first) {
     const int lane = c.lane(), g = lane / 4, t = lane % 4;
@@ -68,8 +77,8 @@ struct WaveScores {
       }
 #pragma unroll
       for (int p = 0; p < K_PARTS; p++) {
-        const u32 col = u32(granule * K_PARTS + p) * 32 + t * 8;
-        const uint4 a = words(x, own + g, col), b = words(x, own + g + 8, col);
+        uint4 a, b;
+        load(x, own + g, u32(granule * K_PARTS + p) * 32 + t * 8, a, b);
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
           // Rows of a granule that belong to other parts of k are multiplied as zeros.
@@ -159,29 +168,40 @@ struct WaveOrder {
   }
   // Counts all choices, and apart those before `row`; begins and ends with a barrier. The block with row 0 stores the groups.
   static __device__ __forceinline__ void begin(WaveContext<M>& c, const Wave& e, u32 row) {
+    const Choices first(c, e, c.tid(), c.p.row_count); // on their way while counts are set to zero
     c.barrier();
     for (int i = c.tid(); i < 2 * G::EXPERTS; i += THREADS) all(c)[i] = 0;
     c.barrier();
-    count(c, e, 0, c.p.row_count, [&](u32 pair, u32 expert) {
+    const auto add = [&](u32 pair, u32 expert) {
       add_to(all(c) + expert, 1u);
       if (pair < row * G::TOP_K) add_to(before(c) + expert, 1u);
-    });
+    };
+    first.each(add);
+    count(c, e, Choices::MOST + c.tid(), c.p.row_count, add);
     c.barrier();
     if (c.warp() == 0) number(c, e, row == 0);
   }
-  // Calls f(pair of a row and a slot, its expert) for the rows from `row` to before `end`, by all threads.
-  template <class F>
-  static __device__ __forceinline__ void count(const WaveContext<M>& c, const Wave& e, u32 row, u32 end, F f) {
-    constexpr int AHEAD = 8; // choices that a thread asks for at once
-#pragma unroll 1
-    for (u32 base = row * G::TOP_K + c.tid(); base < end * G::TOP_K; base += AHEAD * THREADS) {
-      u32 expert[AHEAD];
+  // Choices that a thread asks for at once: those of the pairs of a row and a slot from `base` on, every THREADS-th, of rows before `end`.
+  struct Choices {
+    static constexpr u32 EACH = 8, MOST = EACH * THREADS;
+    u32 expert[EACH], base, pairs;
+    __device__ __forceinline__ Choices(const WaveContext<M>& c, const Wave& e, u32 base, u32 end) : base(base), pairs(end * G::TOP_K) {
 #pragma unroll
-      for (int k = 0; k < AHEAD; k++) expert[k] = choice(c, e, min(base + k * THREADS, end * G::TOP_K - 1));
-#pragma unroll
-      for (int k = 0; k < AHEAD; k++)
-        if (base + k * THREADS < end * G::TOP_K) f(base + k * THREADS, expert[k]);
+      for (u32 k = 0; k < EACH; k++) expert[k] = choice(c, e, min(base + k * THREADS, pairs - 1));
     }
+    // Calls f(pair, its expert).
+    template <class F>
+    __device__ __forceinline__ void each(const F& f) const {
+#pragma unroll
+      for (u32 k = 0; k < EACH; k++)
+        if (base + k * THREADS < pairs) f(base + k * THREADS, expert[k]);
+    }
+  };
+  // The same of all that follow.
+  template <class F>
+  static __device__ __forceinline__ void count(const WaveContext<M>& c, const Wave& e, u32 base, u32 end, const F& f) {
+#pragma unroll 1
+    for (; base < end * G::TOP_K; base += Choices::MOST) Choices(c, e, base, end).each(f);
   }
   // By a warp: the first tile of each expert. A lane has a range of experts.
   static __device__ __forceinline__ void number(const WaveContext<M>& c, const Wave& e, bool tells) {
@@ -197,7 +217,13 @@ struct WaveOrder {
     }
     u32 at = end - own;
     for (int i = from; i < until; i++) first(c)[i] = at, at += tiles_of(all(c)[i]);
-    if (tells && lane == 31) c.template work<uint4>(groups_of(e))[0] = make_uint4(end, 0, 0, 0);
+    if (tells) {
+      u32 most = 0;
+      for (int i = from; i < until; i++) most = max(most, min(all(c)[i], u32(G::TILE)));
+#pragma unroll
+      for (int o = 16; o > 0; o >>= 1) most = max(most, __shfl_xor_sync(~0u, most, o));
+      if (lane == 31) c.template work<uint4>(groups_of(e))[0] = make_uint4(end, 0, 0, ceil_div(most, 8u));
+    }
     __syncwarp();
   }
   static __device__ __forceinline__ u32 tiles_of(u32 slots) { return (slots + G::TILE - 1) / G::TILE; }
@@ -210,8 +236,8 @@ struct WaveOrder {
   }
 };
 
-// Where columns of places lie: TILE places of a tile, in the order in which operands are read. Warpgroups of a chunk take a span of 32 columns of a whole tile. Warps of a step
-// take eight places at once, so of these all spans follow one another: a tile with few rows is then one copy.
+// Where columns of places lie: TILE places of a tile, in the order in which operands are read (`OperandPlace`). Warpgroups of a chunk take a span of 32 columns of a whole tile. Warps
+// of a step take eight places at once, so of these all spans follow one another: a tile with few rows is then one copy.
 template <class M, int COLS, int TILE>
 struct TilePlace {
   static constexpr u32 SPANS = u32(ceil_div(COLS, 128)) * 4; // those that pad the last 128 columns, too
@@ -219,7 +245,8 @@ struct TilePlace {
   static __device__ __forceinline__ u32 tile(u32 n) { return n * SPANS * (TILE * 64); }
   // Of `col` and the next column; `col` is even.
   static __device__ __forceinline__ u32 at(u32 place, u32 col) {
-    return tile(place / TILE) + place % TILE / 8 * EIGHT_BYTES + col / 32 * SPAN_BYTES + col % 8 / 2 * 128 + place % 8 * 16 + col % 32 / 8 * 4;
+    const u32 t = M::SHARED ? col % 8 / 2 : col % 32 / 8, q = M::SHARED ? col % 32 / 8 : col % 8 / 2;
+    return tile(place / TILE) + place % TILE / 8 * EIGHT_BYTES + col / 32 * SPAN_BYTES + q * 128 + place % 8 * 16 + t * 4;
   }
 };
 
@@ -262,7 +289,7 @@ struct WaveGather : WaveOrder<M, G> {
         O::begin(c, e, row);
       } else {
         c.barrier(); // slow warps still read places
-        O::count(c, e, counted, row, [&](u32, u32 expert) { add_to(O::before(c) + expert, 1u); });
+        O::count(c, e, counted * G::TOP_K + c.tid(), row, [&](u32, u32 expert) { add_to(O::before(c) + expert, 1u); });
         c.barrier();
       }
       counted = row;
@@ -347,7 +374,7 @@ struct WavePlaces : WaveOrder<M, G> {
 // residual         sources (places): rows
 // out (tiles)      TILE places of K columns, in the layout that warpgroups read; columns that pad the last 128 are zero
 //
-// owner    of eight neighbouring places: block n modulo SMS has the n-th. Pieces of 16 bytes of these are a whole line; of a place alone they would be half of a sector, which
+// owner    of eight neighbouring places: block n modulo SMS has the n-th, of as many of each tile as the fullest one has. Pieces of 16 bytes of these are a whole line; of a place alone they would be half of a sector, which
 //          L2 takes many times as long to write
 template <class M, class G>
 struct WaveFill {
@@ -366,12 +393,12 @@ struct WaveFill {
     const u32* const sources = c.template work<u32>(e.residual);
     const u8* const x = c.template work<u8>(e.x);
     u8* const out = c.template work<u8>(e.out);
-    const u32 count = all[0].x * OF_TILE, own = u32(c.tid()) % PLACES;
+    const u32 each = min(all[0].w, OF_TILE), count = all[0].x * each, own = u32(c.tid()) % PLACES;
     const int first = c.tid() / int(PLACES);
     // The row of this thread's place of eight.
     const auto row_of = [&](u32 n) {
       if (n >= count) return NO_ROW;
-      const u32 tile = n / OF_TILE, place = n % OF_TILE * PLACES + own;
+      const u32 tile = n / each, place = n % each * PLACES + own;
       const uint4 group = all[1 + tile];
       return place < group.w - (tile - group.y) * G::TILE ? sources[tile * G::TILE + place] : NO_ROW;
     };
@@ -380,7 +407,9 @@ struct WaveFill {
     for (int i = 0; i < GROUPS; i++) rows[i] = row_of(blockIdx.x + i * M::SMS);
 #pragma unroll 1
     for (u32 n = blockIdx.x; n < count; n += GROUPS * M::SMS) {
-      u32 next[GROUPS] = {};
+      u32 next[GROUPS] = {}, to[GROUPS];
+#pragma unroll
+      for (int i = 0; i < GROUPS; i++) to[i] = (n + i * M::SMS) / each * G::TILE + (n + i * M::SMS) % each * PLACES + own;
 #pragma unroll 1
       for (int from = first; from < SPANS; from += AT_ONCE * ACROSS) {
         u32 held[GROUPS][AT_ONCE][4][4]; // pieces of 8 columns
@@ -407,7 +436,9 @@ struct WaveFill {
 #pragma unroll
               for (int q = 0; q < 4; q++) {
                 const auto& of = held[i][k];
-                *reinterpret_cast<uint4*>(out + Out::at((n + i * M::SMS) * PLACES + own, u32(from + k * ACROSS) * 32 + u32(q) * 2)) = make_uint4(of[0][q], of[1][q], of[2][q], of[3][q]);
+                const u32 col = u32(from + k * ACROSS) * 32 + u32(q) * (M::SHARED ? 8 : 2);
+                const uint4 piece = M::SHARED ? make_uint4(of[q][0], of[q][1], of[q][2], of[q][3]) : make_uint4(of[0][q], of[1][q], of[2][q], of[3][q]);
+                *reinterpret_cast<uint4*>(out + Out::at(to[i], col)) = piece;
               }
       }
 #pragma unroll

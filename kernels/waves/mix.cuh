@@ -212,7 +212,7 @@ struct WaveMix : WaveCarry<M, G::KEY_DIM, G::VALUE_DIM, G::VALUE_DIM / G::PARTS,
     for (u32 s = 0; s < shares.count; s++) {
       const Share share = shares[s];
 #pragma unroll 1
-      for (u32 i = share.lo; i < share.hi; i++) one(c, e, Task{int(i) / G::PARTS, int(i) % G::PARTS});
+      for (u32 i = share.lo; i < share.hi; i++) one(c.p, e, c.tid(), int(i) / G::PARTS, int(i) % G::PARTS);
     }
     // The loader copies to this memory after the next meeting.
     fence_empty_slot();
@@ -293,7 +293,13 @@ struct WaveMix : WaveCarry<M, G::KEY_DIM, G::VALUE_DIM, G::VALUE_DIM / G::PARTS,
       });
     }
   }
-  static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, const Task& task) {
+  // A function of its own: what else is in the kernel has no part in which registers it has. Parameters are copied: else each round would load them once more.
+  static __device__ __noinline__ void one(const WaveParams& of_launch, const Wave& of_wave, int thread, int head, int part) {
+    const WaveParams p = of_launch;
+    const Wave e = of_wave;
+    WaveContext<M> c(p);
+    c.thread = thread, c.warp_index = int(uniform(u32(thread) / 32));
+    const Task task{head, part};
     float* const state = N::state_of(c, e, 0, task.head);
     const bool begins = c.p.position == 0;
     Ahead ahead;

@@ -136,7 +136,7 @@ __device__ __forceinline__ WaveTurn wave_turn(W& w) {
   const WaveTurn& told = turns[nth % (sizeof turns / sizeof turns[0])];
   u32 left = w.patience, seen;
   for (;;) {
-    seen = load_told(&told.nth);
+    seen = W::PAIRED ? load_told_by_peer(&told.nth) : load_told(&told.nth);
     if (__all_sync(~0u, seen == nth)) break;
     if (--left == 0) {
       if (give_up(w.waiter(), seen == nth, WaitKind::TURN, seen, nth)) return WaveTurn{};
@@ -149,6 +149,7 @@ __device__ __forceinline__ WaveTurn wave_turn(W& w) {
 // What a warp of the loader does: R is the ring that it fills, `part` its place among those that do.
 template <class M, class R>
 struct WaveLoader {
+  static constexpr bool PAIRED = WaveContext<M>::PAIRED;
   const WaveParams& p;
   const HeldMemory held;
   RingCursor<R> at;  // next chunk to fill
@@ -164,8 +165,13 @@ struct WaveLoader {
 
   __device__ __forceinline__ WaveLoader(const WaveParams& p, int part)
       : p(p), held(), at{0, 0}, step(0), wave(0), meetings(0), patience(POLLS_BETWEEN_CHECKS), met(0), turns(0), part(part), lane(int(threadIdx.x % 32)) {
+    set_hint<R::FIRST == 0>();
+  }
+  // From now on: whether what is copied is read again.
+  template <bool AGAIN>
+  __device__ __forceinline__ void set_hint() {
 #if __CUDA_ARCH__ >= 900
-    if constexpr (R::FIRST == 0)
+    if constexpr (AGAIN)
       asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(hint));
     else
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(hint));
@@ -225,9 +231,36 @@ struct WaveLoader {
     }
     __syncwarp();
   }
+  // Whether this block draws the tickets that it has. Of two blocks that share chunks one draws for both.
+  __device__ __forceinline__ bool draws() const { return !paired() || blockIdx.x % 2 == 0; }
+  __device__ __forceinline__ bool paired() const { return PAIRED && shares_weights<M>(p); }
+  // `tell`, and where blocks share chunks, tells all warps of the other one theirs.
+  __device__ __forceinline__ void tell(const WaveTurn& turn, const WaveTurn& of_peer) {
+    tell(turn);
+    if (!paired()) return;
+    auto& turns_told = state().turns;
+    if (lane == 0) {
+      WaveTurn& to = turns_told[turns % (sizeof turns_told / sizeof turns_told[0])];
+#pragma unroll
+      for (int i = 0; i < 3; i++) store_at_peer(peer_address(&to.words[i]), of_peer.words[i]);
+      store_told_at_peer(peer_address(&to.nth), turns);
+    }
+    __syncwarp();
+  }
   __device__ __forceinline__ void copy(u8* to, const u8* from, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
     if (!lost()) copy_in_bulk(to, from, bytes, &state().full[R::FIRST + at.slot], hint);
+#endif
+  }
+  // The same to both blocks of a pair, if they share the chunk.
+  __device__ __forceinline__ void copy_shared(u8* to, const u8* from, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    if (lost()) return;
+    u64* const full = &state().full[R::FIRST + at.slot];
+    if (shares())
+      PairSlot::copy(to, from, bytes, full, hint);
+    else
+      copy_in_bulk(to, from, bytes, full, hint);
 #endif
   }
   // Before this lane's first copy of a box in the launch.
@@ -247,6 +280,12 @@ struct WaveLoader {
       PairSlot::copy_lines(to, p.boxes + box * 128, line, unit, full, hint);
     else
       copy_lines_in_bulk(to, p.boxes + box * 128, line, unit, full, hint);
+#endif
+  }
+  // To this block alone.
+  __device__ __forceinline__ void copy_own_lines(u8* to, u32 box, u32 line, u32 unit) {
+#if __CUDA_ARCH__ >= 900
+    if (!lost()) copy_lines_in_bulk(to, p.boxes + box * 128, line, unit, &state().full[R::FIRST + at.slot], hint);
 #endif
   }
   // A tile of a cache, of `bytes` bytes, from position 8 * `eight` of its pools on.

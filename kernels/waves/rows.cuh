@@ -429,14 +429,25 @@ struct WaveRowsOfChunk : WaveRowValues<M, G> {
         const u32 then = first + TEAMS * ROWS;
         HeldSlots<V::SLOTS, M, G> next;
         if (then < end) next = HeldSlots<V::SLOTS, M, G>(c, e, own(then));
-        one(c, e, own(first), row_of(first) == own(first), sums, slots);
+        one(c, e, own(first), row_of(first) == own(first), sums, slots, [&] {
+          if constexpr (V::SLOTS)
+            if (then < end && thread(c) < ROWS) bring(c, e, own(then), next);
+        });
         if (then >= end) break;
         first = then;
         slots = next;
       }
     }
   }
-  static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, u32 row, bool live, u32& sums, const HeldSlots<V::SLOTS, M, G>& slots) {
+  // By a thread: what is added to a row later on, from places that lie anywhere.
+  static __device__ __forceinline__ void bring(const WaveContext<M>& c, const Wave& e, u32 row, const HeldSlots<V::SLOTS, M, G>& slots) {
+    bring_to_l2(c.template work<float>(e.residual) + u64(row) * H, H * sizeof(float));
+#pragma unroll
+    for (int s = 0; s < G::SLOTS; s++) bring_to_l2(c.template work<bf16>(e.x) + u64(slots.rows[s]) * H, H * 2);
+  }
+  // `between` is called as soon as what it needs has arrived.
+  template <class Between>
+  static __device__ __forceinline__ void one(WaveContext<M>& c, const Wave& e, u32 row, bool live, u32& sums, const HeldSlots<V::SLOTS, M, G>& slots, const Between& between) {
     const auto each = [&](auto f) { each_of(c, f); };
     const auto sum = [&](int, float v) { return row_sum(c, sums, v); };
     Held x;
@@ -454,6 +465,7 @@ struct WaveRowsOfChunk : WaveRowValues<M, G> {
         V::load_branch(c, e, row, each, y);
       V::add_branch(c, e, each, sum, y, x);
     }
+    between();
     float w[EACH][8], b[EACH][8];
     if constexpr (G::OUT && G::NORM != Norm::NONE) each([&](int i, int col, bool) { V::template load_gains<G::NORM>(c, e.norm_weight, e.norm_bias, col, w[i], b[i]); });
     if constexpr (G::EMBED || G::BRANCH) {

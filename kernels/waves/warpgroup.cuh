@@ -37,6 +37,8 @@ struct WarpgroupOperand {
 // piece p of 16 bytes of row r lies at p ^ r / 2 % 4. That is the swizzle of 64 bytes, for which the instruction takes them.
 struct SwizzledOperand {
   static constexpr u32 UNIT_BYTES = 1024, GRANULE_BYTES = 512;
+  static __device__ __forceinline__ u32 element(u32 k, u32 column) { return column / 8 * UNIT_BYTES + column % 8 * 64 + k * 2; }
+  static __device__ __forceinline__ u64 place(u64 at) { return at ^ (at >> 7 & 3) << 4; }
   static __device__ __forceinline__ u64 at(const u8* from) {
 #ifndef __CUDA_ARCH__
     return u64(from - smem); // tests of ops on a CPU
@@ -110,19 +112,31 @@ __device__ __forceinline__ void warpgroup_product(float (&d)[N / 2], u32 a0, u32
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(FIRST ? 0 : 1), "n"(B::TRANSPOSED ? 1 : 0));
 #endif
 }
-// D(64 x N) += A B with both operands in shared memory: A as B above, of 64 rows; B as granules of weights (`SwizzledOperand`).
-template <int N>
+// D(64 x N) += A B with both operands in shared memory. A and B say how they lie there; rows of A are what columns of an operand are.
+template <int N, class A = WarpgroupOperand, class B = SwizzledOperand>
 __device__ __forceinline__ void warpgroup_product(float (&d)[N / 2], u64 a, u64 b) {
-  static_assert(N % 64 == 0 && N <= 256, "columns that there is an instruction for");
 #ifndef __CUDA_ARCH__
-  emulated_warpgroup_product<N>(d, smem + a, WarpgroupOperand::CORE_BYTES, WarpgroupOperand::COLUMNS_BYTES, b, SwizzledOperand::UNIT_BYTES); // tests of ops on a CPU
+  emulated_warpgroup_product<N, A, B>(d, a, b); // tests of ops on a CPU
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (N == 64)
+  if constexpr (N == 32)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},%16,%17,1,1,1,0,0;"
+        : MONOBLOC_SUMS16(0)
+        : "l"(a), "l"(b));
+  else if constexpr (N == 64)
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"
         "%24,%25,%26,%27,%28,%29,%30,%31},%32,%33,1,1,1,0,0;"
         : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16)
+        : "l"(a), "l"(b));
+  else if constexpr (N == 96)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"
+        "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47},%48,%49,1,1,1,0,0;"
+        : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16), MONOBLOC_SUMS16(32)
         : "l"(a), "l"(b));
   else if constexpr (N == 128)
     asm volatile(
@@ -131,6 +145,14 @@ __device__ __forceinline__ void warpgroup_product(float (&d)[N / 2], u64 a, u64 
         "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
         "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},%64,%65,1,1,1,0,0;"
         : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16), MONOBLOC_SUMS16(32), MONOBLOC_SUMS16(48)
+        : "l"(a), "l"(b));
+  else if constexpr (N == 144)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n144k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"
+        "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71},%72,%73,1,1,1,0,0;"
+        : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16), MONOBLOC_SUMS16(32), MONOBLOC_SUMS16(48), MONOBLOC_SUMS8(64)
         : "l"(a), "l"(b));
   else if constexpr (N == 192)
     asm volatile(
@@ -152,6 +174,8 @@ __device__ __forceinline__ void warpgroup_product(float (&d)[N / 2], u64 a, u64 
         "%120,%121,%122,%123,%124,%125,%126,%127},%128,%129,1,1,1,0,0;"
         : MONOBLOC_SUMS16(0), MONOBLOC_SUMS16(16), MONOBLOC_SUMS16(32), MONOBLOC_SUMS16(48), MONOBLOC_SUMS16(64), MONOBLOC_SUMS16(80), MONOBLOC_SUMS16(96), MONOBLOC_SUMS16(112)
         : "l"(a), "l"(b));
+  else
+    static_assert(N < 0, "columns that there is an instruction for");
 #endif
 }
 #undef MONOBLOC_SUMS16

@@ -86,8 +86,11 @@ pub const WAVES_HEADERS: [(&str, &str); 9] = [
 /// The header that only kernels of chunks include whose attention is done by warpgroups, after the master header.
 pub const ATTEND_HEADERS: [(&str, &str); 1] = [("waves/attend.cuh", include_str!("../../kernels/waves/attend.cuh"))];
 
-/// The header that only wave kernels with experts include, after the master header.
-pub const EXPERTS_HEADERS: [(&str, &str); 1] = [("waves/experts.cuh", include_str!("../../kernels/waves/experts.cuh"))];
+/// The headers that only wave kernels with experts include, after the master header; the second one only those with both operands in shared memory.
+pub const EXPERTS_HEADERS: [(&str, &str); 2] = [
+    ("waves/experts.cuh", include_str!("../../kernels/waves/experts.cuh")),
+    ("waves/experts_shared.cuh", include_str!("../../kernels/waves/experts_shared.cuh")),
+];
 
 /// The header that only wave kernels with recurrent states include, after the master header.
 pub const STATE_HEADERS: [(&str, &str); 1] = [("waves/state.cuh", include_str!("../../kernels/waves/state.cuh"))];

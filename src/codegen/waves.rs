@@ -401,7 +401,8 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 output_power(proven, wave),
                 epilogue_members(m.epilogue)
             );
-            ("WaveExperts", members + &coding_members(schedule.program.format_of(grid)))
+            let template = if plan.machine.products == Products::Shared { "WaveExpertsShared" } else { "WaveExperts" };
+            (template, members + &coding_members(schedule.program.format_of(grid)))
         }
         (Action::Combine { slots, .. }, Op::Combine(combine)) => {
             let members = format!("int WIDTH = {}\nfloat SCALE = {}\n", combine.width, Float(combine.scale));
@@ -719,7 +720,11 @@ pub fn emit(proven: &Proven<'_>, target: &Target, trace: Trace) -> KernelSource 
     let experts = has(|action| matches!(action, Action::Route { .. }));
     let of = |which: fn(&Op) -> bool| plan.waves.iter().any(|wave| which(&grid_of(proven, wave.grid).op));
     let (nets, scans) = (of(|op| matches!(op, Op::Mix(_))), of(|op| matches!(op, Op::Scan(_))));
-    let experts = if experts { &EXPERTS_HEADERS[..] } else { &[] };
+    let experts = match (experts, m.products) {
+        (false, _) => &[],
+        (true, Products::Shared) => &EXPERTS_HEADERS[..],
+        (true, Products::Warps | Products::Warpgroups) => &EXPERTS_HEADERS[..1],
+    };
     let wide = has(|action| matches!(action, Action::Attend { wide: true, .. }));
     let attends = if wide { &ATTEND_HEADERS[..] } else { &[] };
     let convolves = has(|action| matches!(action, Action::ShortConv { .. }));

@@ -1,8 +1,9 @@
 //! Derives a plan of waves from the schedule of a batch kernel.
 
 use super::experts::{
-    Chosen, FILLED_PLACES, TILE_UNITS, expert_granules, gather_scratch, has_experts, has_groups, is_combined,
-    route_scratch, same_norm, scores_cols, scores_groups, scores_rows, scores_scratch, unit_tiles_max,
+    Chosen, FILLED_PLACES, SHARED_EXPERT_PASS_MAX, TILE_UNITS, expert_granules, expert_parts, gather_scratch,
+    has_experts, has_groups, is_combined, route_scratch, same_norm, scores_cols, scores_groups, scores_rows,
+    scores_scratch, unit_tiles_max,
 };
 use super::mix::{Carried, GateNorm, POSITIONS, group_channels, row_bytes, scan_cols};
 use super::ragged::MERGE_SPLITS;
@@ -346,7 +347,11 @@ impl Memory {
     /// Of a chunk. Waves of experts use scratch, and those of states what the ring of inputs has no room for.
     fn of_chunk(program: &Program, sms: u32, products: Products, knobs: &WaveKnobs) -> Memory {
         let (input_bytes, scratch_bytes) = if has_experts(program) {
-            (CHUNK_INPUT_BYTES_BESIDE_SCRATCH, experts_scratch(program, Form::Chunk).max(CHUNK_SCRATCH_BYTES))
+            let scratch_bytes = experts_scratch(program, Form::Chunk).max(CHUNK_SCRATCH_BYTES);
+            match products {
+                Products::Shared => (CHUNK_INPUT_BYTES_SHARED, scratch_bytes),
+                Products::Warps | Products::Warpgroups => (CHUNK_INPUT_BYTES_BESIDE_SCRATCH, scratch_bytes),
+            }
         } else if products == Products::Shared && carried(program).all(|states| !states.solves) {
             (CHUNK_INPUT_BYTES_SHARED, 0)
         } else {
@@ -488,10 +493,13 @@ fn products(program: &Program, target: &Target, form: Form) -> Products {
     let wide = |(m, format): (&MatVec, Format)| {
         (!format.is_plain() || format == Format::plain(DType::Bf16)) && m.parts() == 1 && chunk_k(format) == longest
     };
-    let plain = matrices.clone().all(|(_, format)| format.is_plain());
+    // Experts, too.
+    let chosen = program.grids.iter().filter(|grid| Chosen::of(program, grid).is_some());
+    let formats = matrices.clone().map(|(_, format)| format).chain(chosen.map(|grid| program.format_of(grid)));
+    let plain = formats.into_iter().all(|format| format.is_plain());
     if form != Form::Chunk || !target.spec.warpgroup_mma || !matrices.all(wide) {
         Products::Warps
-    } else if plain && !has_experts(program) {
+    } else if plain {
         Products::Shared
     } else {
         Products::Warpgroups
@@ -530,6 +538,11 @@ fn weight_bytes(program: &Program, plan: &Plan) -> u32 {
                 (false, _) => plan.machine.products.padded(*pass, *warps),
             };
             units * chunk * format.granule_bytes()
+        }
+        // With both operands in shared memory these slots have the places of a tile.
+        (Action::Experts { x, chunk, .. }, Op::MatVec(_)) if plan.machine.products == Products::Shared => {
+            let Layout::Grouped(tiling) = plan.work[x.index()].layout else { return 0 };
+            tiling.rows * 64 * chunk
         }
         (Action::Experts { pass, chunk, .. }, Op::MatVec(_)) => {
             let format = program.format_of(&program.grids[wave.grid.index()]);
@@ -1233,7 +1246,9 @@ impl Builder<'_> {
     /// units are divided into parts as long as each SM has about that many columns.
     fn chunk_parts(&self, m: &MatVec, matrix: &Matrix) -> u32 {
         let Machine { products, sms, .. } = self.plan.machine;
-        if products != Products::Shared || !matches!(m.epilogue, Epilogue::Residual { .. }) {
+        // The check of a mixture with recurrent states compares rows with those of shorter chunks, bit by bit.
+        let has_one_order = has_experts(self.program) && self.program.has_state();
+        if products != Products::Shared || has_one_order || !matches!(m.epilogue, Epilogue::Residual { .. }) {
             return 1;
         }
         let fits = |parts: &u32| m.units().div_ceil(SHARED_PASS_MAX) * parts <= sms;
@@ -1365,7 +1380,7 @@ impl Builder<'_> {
             return refused(grid, "the operands", "scores");
         };
         let Route { experts, top_k: slots, .. } = *route;
-        let tile = Tiling::rows_of(self.plan.form, has_groups(self.program));
+        let tile = Tiling::rows_of(self.plan.form, self.plan.machine.products, has_groups(self.program));
         let tiling = Tiling::of(self.plan.rows, slots, experts, tile);
         // The check reads the choices of all layers after the launch.
         let choices = self.own_work("choices", Layout::Rows(DType::I32), slots);
@@ -1417,17 +1432,27 @@ impl Builder<'_> {
         let rule = if format.is_plain() { STEP_EXPERT_BYTES } else { STEP_EXPERT_CODES_BYTES };
         let of_steps = chosen(self.asked.knobs.slot_kib).map_or(rule, |kib| kib << 10);
         let slot_bytes = if self.plan.form == Form::Chunk { CHUNK_EXPERT_BYTES } else { of_steps };
+        let machine = &self.plan.machine;
+        let is_shared = machine.products == Products::Shared;
         let tiles = (slot_bytes / (chunk * format.granule_bytes()) / TILE_UNITS)
             .min(unit_tiles_max(tiling.rows, format.groups.is_some()));
-        let spans = chunk * format.granule_k() / 32;
-        if tiles == 0 && self.asked.knobs.slot_kib > 0 {
+        let most = if is_shared { SHARED_EXPERT_PASS_MAX } else { tiles * TILE_UNITS };
+        if most == 0 && self.asked.knobs.slot_kib > 0 {
             let expected = format!("more, for a chunk of `{}`", grid.name);
             return refused_knob("wave_slot_kib", self.asked.knobs.slot_kib, expected);
         }
-        if tiles == 0 || spans * tiling.rows * 64 > self.plan.machine.inputs.slot_bytes {
+        // With both operands in shared memory slots of inputs have weights.
+        let of_inputs = match is_shared {
+            true => most * chunk * format.granule_bytes(),
+            false => chunk * format.granule_k() / 32 * tiling.rows * 64,
+        };
+        if most == 0 || of_inputs > machine.inputs.slot_bytes {
             return refused(grid, "experts", "chunks that slots hold");
         }
-        let parts = m.units().div_ceil(tiles * TILE_UNITS);
+        let parts = expert_parts(m.units(), most, machine);
+        if parts > m.units() {
+            return refused(grid, "experts", "a unit for each of two blocks");
+        }
         let pass = m.units().div_ceil(parts);
         let tickets = self.asked.knobs.tickets == 0;
         self.push(id, Action::Experts { x, groups, out: out_to, pass, chunk, tickets }, Over::Items { parts, tiling });

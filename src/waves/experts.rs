@@ -1,6 +1,6 @@
 //! Owns what waves of mixtures of experts have in common: tiles, their bounds, and what a program says of a chosen matrix.
 
-use super::{Form, Layout, NormOf, Sums, Vector, Work};
+use super::{Form, Layout, Machine, NormOf, Products, Sums, Vector, Work};
 use crate::format::Format;
 use crate::ir::BufferId;
 use crate::ir::op::{Op, Role, Route};
@@ -20,7 +20,11 @@ pub(super) const TILE_UNITS: u32 = 16;
 /// Places that a block fills at once: their pieces of 16 bytes lie side by side.
 pub(super) const FILLED_PLACES: u32 = 8;
 /// Places of a tile for which there is an instruction, and a plan.
-pub(super) const TILE_ROWS: [u32; 3] = [32, 64, 128];
+const TILE_ROWS: [u32; 3] = [32, 64, 128];
+/// The same with both operands in shared memory: twice the 144 columns for which a thread has registers.
+const SHARED_TILE_ROWS: u32 = 288;
+/// Most units of a pass then: eight of each warpgroup.
+pub(super) const SHARED_EXPERT_PASS_MAX: u32 = 16;
 /// Most sums of a lane of a product of experts.
 const SUMS_MAX: u32 = 128;
 
@@ -47,11 +51,20 @@ impl Tiling {
         u64::from(self.rows) * u64::from(self.most)
     }
 
+    /// Whether there is an instruction for its places.
+    pub(super) fn is_multiplied(&self, products: Products) -> bool {
+        match products {
+            Products::Shared => self.rows == SHARED_TILE_ROWS,
+            Products::Warps | Products::Warpgroups => TILE_ROWS.contains(&self.rows),
+        }
+    }
+
     /// Places of the tiles of a plan. Prompts have more rows for each expert than steps, and each tile reads the weights of its expert again. `grouped`: codes
     /// have a scale for each group of k, whose sums take the registers of half of the places.
-    pub(super) fn rows_of(form: Form, grouped: bool) -> u32 {
+    pub(super) fn rows_of(form: Form, products: Products, grouped: bool) -> u32 {
         let [few, some, many] = TILE_ROWS;
         match form {
+            Form::Chunk if products == Products::Shared => SHARED_TILE_ROWS,
             Form::Chunk if grouped => some,
             Form::Chunk => many,
             Form::Steps | Form::Tail => few,
@@ -68,6 +81,13 @@ pub(super) fn expert_granules(form: Form, format: Format) -> u32 {
 /// Most tiles of units whose sums a lane has. Sums of a group of codes take the place of one.
 pub(super) fn unit_tiles_max(tile: u32, grouped: bool) -> u32 {
     (SUMS_MAX / (tile / 2).max(1)).saturating_sub(grouped.into())
+}
+
+/// Parts of the units of an expert in passes of `pass` units. If blocks of a chunk share what they copy, those of a pair have parts side by side.
+pub(super) fn expert_parts(units: u32, pass: u32, machine: &Machine) -> u32 {
+    let parts = units.div_ceil(pass.max(1));
+    let beside = machine.products == Products::Shared && machine.pairs;
+    if beside { parts.next_multiple_of(2) } else { parts }
 }
 
 /// What a program says of the matrix of a grid that is chosen among those of experts.

@@ -61,6 +61,10 @@
 //! choice ([`Tiling::most`]). `experts.rs` has the bounds. Choices of each layer have a buffer of their own, and the proof says that they are still there
 //! when a launch has ended ([`Proven::choices`]): the check reads them.
 //!
+//! In a chunk whose weights are all plain, tensor cores read both operands of experts from shared memory, too ([`Products::Shared`]). The two blocks of a pair then have one ticket for two parts of a tile,
+//! and share its places: in launches in which they share weights ([`Plan::shares_weights`]), each copies half of a chunk of the input to both, so the number of parts is even. Rows have the ring of weights then, and weights that of
+//! inputs.
+//!
 //! # Recurrent states
 //!
 //! A state has one owner in a launch. In a chunk each SM has some columns of the state of a head ([`Over::States`]) for all rows, and takes them in the order of their
@@ -269,7 +273,7 @@ pub struct Machine {
     pub devices: u32,
     pub warps: u32,
     pub products: Products,
-    /// Blocks 2 i and 2 i + 1 are a cluster, and write to each other's shared memory: in steps sums of products, in a chunk copies of weights
+    /// Blocks 2 i and 2 i + 1 are a cluster, and write to each other's shared memory: in steps sums of products, in a chunk copies of weights and of the places of experts
     /// ([`Plan::shares_weights`]).
     pub pairs: bool,
     pub loader_warps: u32,
@@ -331,7 +335,7 @@ pub enum Layout {
     Best,
     /// The results of up to this many KV splits of each row, fp32: row by row, split by split.
     Splits(u32),
-    /// The number of tiles, how many tickets are drawn for items of the first product and of the second, and a word without meaning. Then a record of 16 bytes for each tile:
+    /// The number of tiles, how many tickets are drawn for items of the first product and of the second, and how many times eight places the fullest tile has. Then a record of 16 bytes for each tile:
     /// its expert, and the first tile, the tiles and the slots of that expert.
     Groups(Tiling),
     /// The row of each place, 4 bytes. Places after the last row of a tile have none.
@@ -654,7 +658,7 @@ pub struct Share {
 
 impl Plan {
     /// Whether the two blocks of a pair multiply the same weights in launches of this many blocks of rows. Each then has a block of rows of its own, and
-    /// copies half of every chunk of weights to both.
+    /// copies half of every chunk of weights to both. Of experts they have units of their own, and the same places.
     pub fn shares_weights(&self, blocks: u32) -> bool {
         self.form == Form::Chunk && self.machine.pairs && blocks.is_multiple_of(2)
     }
@@ -692,9 +696,12 @@ impl Plan {
         self.waves.iter().any(|wave| matches!(wave.action, Action::Experts { .. }))
     }
 
-    /// How many turns at items a block remembers. The loader of inputs is ahead of consumers by as many turns as it has slots at most.
+    /// How many turns at items a block remembers. The loader of inputs is ahead of consumers by as many turns as it has slots at most. If the other block of a pair tells them, it is
+    /// ahead of this one by the slots of weights that they share, too.
     pub(crate) fn turns_told(&self) -> u32 {
-        self.machine.inputs.slots.saturating_add(2)
+        let Machine { inputs, weights, pairs, .. } = self.machine;
+        let ahead = if pairs && self.form == Form::Chunk { weights.slots.saturating_add(1) } else { 0 };
+        inputs.slots.saturating_add(2).saturating_add(ahead)
     }
 
     /// Bytes of the arena of activations.

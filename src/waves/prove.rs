@@ -5,8 +5,8 @@
 //! or the same KV splits. The rules below check everything else. They trust nothing that [`super::derive`] computed.
 
 use super::experts::{
-    Chosen, FILLED_PLACES, TILE_ROWS, TILE_UNITS, expert_granules, gather_scratch, is_combined, route_scratch,
-    same_norm, scores_cols, scores_groups, scores_rows, scores_scratch, unit_tiles_max,
+    Chosen, FILLED_PLACES, SHARED_EXPERT_PASS_MAX, TILE_UNITS, expert_granules, expert_parts, gather_scratch,
+    is_combined, route_scratch, same_norm, scores_cols, scores_groups, scores_rows, scores_scratch, unit_tiles_max,
 };
 use super::mix::{Carried, GateNorm, POSITIONS, group_channels, row_bytes, scan_cols};
 use super::{
@@ -395,16 +395,17 @@ impl Judge<'_> {
     /// What a machine needs whose tensor cores read both operands from shared memory, and whose pairs of blocks share weights.
     fn shared_machine(&self) -> [(bool, &'static str); 2] {
         let m = &self.plan.machine;
-        let experts = self.plan.has_items();
+        let unaligned = |ring: Ring| !ring.slot_bytes.is_multiple_of(1024);
         [
             (
                 m.pairs && self.plan.form == Form::Chunk && m.products != Products::Shared,
                 "pairs of blocks of a chunk whose products have weights in registers",
             ),
-            // The block of weights that the tensor cores read begins at a whole pattern of the swizzle.
+            // The block of weights that the tensor cores read begins at a whole pattern of the swizzle. That of experts is in the ring of inputs.
             (
-                m.products == Products::Shared && (experts || !m.weights.slot_bytes.is_multiple_of(1024)),
-                "both operands in shared memory, of experts or of slots that are no multiple of 1024 bytes",
+                m.products == Products::Shared
+                    && (unaligned(m.weights) || self.plan.has_items() && unaligned(m.inputs)),
+                "both operands in shared memory, in slots that are no multiple of 1024 bytes",
             ),
         ]
     }
@@ -935,7 +936,7 @@ impl Judge<'_> {
         if format.is_plain() && format != Format::plain(DType::Bf16) || format.has_minima() {
             return no("weights that are neither bf16 nor codes without minima");
         }
-        let parts = m.units().div_ceil(pass.max(1));
+        let parts = expert_parts(m.units(), pass, &self.plan.machine);
         self.over(wave, Over::Items { parts, tiling })?;
         if tickets && !self.drawn.insert((groups, m.epilogue == Epilogue::Store)) {
             return no("tickets that another wave has drawn");
@@ -1001,7 +1002,8 @@ impl Judge<'_> {
             return Err("an output that is not by place".to_string());
         };
         let least = Tiling::of(self.plan.rows, slots, experts, tiling.rows);
-        if !TILE_ROWS.contains(&tiling.rows) || tiling.most < least.most || tiling.places() > u64::from(u32::MAX) {
+        let products = self.plan.machine.products;
+        if !tiling.is_multiplied(products) || tiling.most < least.most || tiling.places() > u64::from(u32::MAX) {
             return Err(format!("{} tiles of {} places, expected {} at least", tiling.most, tiling.rows, least.most));
         }
         self.layout(groups, Layout::Groups(tiling), 4)?;
@@ -1023,7 +1025,7 @@ impl Judge<'_> {
     }
 
     /// The faults in how a block multiplies experts. Both warpgroups have two units of each 16 for each warp; parts of the units of an expert are nearly
-    /// equal, and none is longer than a pass.
+    /// equal, and none is longer than a pass. With both operands in shared memory the rings have changed places: so the two blocks of a pair share the input.
     fn ring_of_experts(
         &self,
         m: &MatVec,
@@ -1032,28 +1034,35 @@ impl Judge<'_> {
         (tiling, pass, chunk): (Tiling, u32, u32),
     ) -> Vec<String> {
         let machine = &self.plan.machine;
+        let is_shared = machine.products == Products::Shared;
+        let (of_weights, of_places) = match is_shared {
+            true => (machine.inputs, machine.weights),
+            false => (machine.weights, machine.inputs),
+        };
         let padded = u64::from(pass).next_multiple_of(u64::from(TILE_UNITS));
         let bytes = padded.saturating_mul(u64::from(chunk)).saturating_mul(u64::from(format.granule_bytes()));
         let of_input = u64::from(chunk).saturating_mul(granule_spans(m, format)) * u64::from(tiling.rows) * 64;
-        let tiles = unit_tiles_max(tiling.rows, format.groups.is_some());
+        let most = match is_shared {
+            true => SHARED_EXPERT_PASS_MAX,
+            false => unit_tiles_max(tiling.rows, format.groups.is_some()) * TILE_UNITS,
+        };
         let rows = u64::from(chosen.experts) * u64::from(m.units()) * 8;
-        let parts = u64::from(m.units().div_ceil(pass.max(1)));
+        let parts = u64::from(expert_parts(m.units(), pass, machine));
         let wrong = [
             (m.parts() != 1, "of units of fewer than eight rows".to_string()),
+            (is_shared && !format.is_plain(), "codes, with both operands in shared memory".to_string()),
+            (parts > u64::from(m.units()), "a part without a unit".to_string()),
             (
                 chunk != expert_granules(self.plan.form, format),
                 "expected chunks of 64 of k, or of a granule of codes, and in a step of twice as many".to_string(),
             ),
-            (
-                pass == 0 || padded / u64::from(TILE_UNITS) > tiles.into(),
-                format!("a pass of {pass} units, whose sums no lane has"),
-            ),
+            (pass == 0 || padded > u64::from(most), format!("a pass of {pass} units, whose sums no lane has")),
             (pass > 96, "more units of a pass than lanes copy".to_string()),
             (
-                bytes > u64::from(machine.weights.slot_bytes),
+                bytes > u64::from(of_weights.slot_bytes),
                 format!("{bytes} bytes of a pass of {pass} units, which no slot holds"),
             ),
-            (of_input > u64::from(machine.inputs.slot_bytes), "a chunk of a tile, which no slot holds".to_string()),
+            (of_input > u64::from(of_places.slot_bytes), "a chunk of a tile, which no slot holds".to_string()),
             (
                 rows > u64::from(u32::MAX) || (u64::from(tiling.most) + 1) * parts.max(1) > u64::from(u32::MAX),
                 "more rows of all experts, or items, than 32 bits count".to_string(),

@@ -251,21 +251,21 @@ static void emulated_warpgroup_product(float (&d)[N / 2], unsigned a0, unsigned 
     emulated_product(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3], a0, a1, a2, a3, words[0], words[1]);
   }
 }
-// The same with both operands in memory. A is stored as core matrices, too, those of 8 rows `along_rows` apart. B: units of 8 rows of 64 bytes, `unit_bytes`
-// apart; piece p of 16 bytes of row r of memory lies at p ^ r / 2 % 4. `b` is the place of the first piece before that.
-template <int N>
-static void emulated_warpgroup_product(float (&d)[N / 2], const unsigned char* a, unsigned along_k, unsigned along_rows, unsigned long long b, unsigned unit_bytes) {
+// The same with both operands in memory, of which A and B say where an element is.
+template <int N, class A, class B>
+static void emulated_warpgroup_product(float (&d)[N / 2], unsigned long long a, unsigned long long b) {
   const int lane = current % 32, warp = current / 32 % 4;
-  unsigned words[4]; // rows lane / 4 and 8 further, pair lane % 4 of both eights of k
-  for (int i = 0; i < 4; i++)
-    std::memcpy(&words[i], a + (warp * 2 + i % 2) * along_rows + i / 2 * along_k + lane / 4 * 16 + lane % 4 * 4, 4);
+  // A pair of k of a row or a column: `half` is the eight of k that it belongs to.
+  const auto pair = [&](auto of, unsigned long long at, int column, int half) {
+    unsigned word;
+    std::memcpy(&word, smem + decltype(of)::place(at + decltype(of)::element(half * 8 + lane % 4 * 2, column)), 4);
+    return word;
+  };
+  unsigned words[4]; // rows lane / 4 and 8 further, of both eights of k
+  for (int i = 0; i < 4; i++) words[i] = pair(A(), a, warp * 16 + i % 2 * 8 + lane / 4, i / 2);
   for (int j = 0; j < N / 8; j++) {
-    unsigned of_b[2];
-    for (int half = 0; half < 2; half++) {
-      const unsigned long long at = b + j * unit_bytes + lane / 4 * 64 + half * 16;
-      std::memcpy(&of_b[half], smem + (at ^ (at >> 7 & 3) << 4) + lane % 4 * 4, 4);
-    }
-    emulated_product(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3], words[0], words[1], words[2], words[3], of_b[0], of_b[1]);
+    const unsigned first = pair(B(), b, j * 8 + lane / 4, 0), second = pair(B(), b, j * 8 + lane / 4, 1);
+    emulated_product(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3], words[0], words[1], words[2], words[3], first, second);
   }
 }
 static float transposed_pairs[2][THREADS_MAX][2];

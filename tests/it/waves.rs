@@ -2860,8 +2860,14 @@ impl Built {
             fs::create_dir_all(folder.path().join("wrong/waves")).unwrap();
             let mut found = 0;
             const EVERY: &str = "waves/rows.cuh";
-            let some =
-                ["waves/experts.cuh", "waves/state.cuh", "waves/mix.cuh", "waves/scan.cuh", "waves/convolve.cuh"];
+            let some = [
+                "waves/experts.cuh",
+                "waves/experts_shared.cuh",
+                "waves/state.cuh",
+                "waves/mix.cuh",
+                "waves/scan.cuh",
+                "waves/convolve.cuh",
+            ];
             for name in some.into_iter().filter(|name| text.contains(name)).chain([EVERY]) {
                 let mut header = fs::read_to_string(root.join("kernels").join(name)).unwrap();
                 for (right, wrong) in wrong {

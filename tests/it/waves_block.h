@@ -36,6 +36,9 @@ template <int>
 static void await_waves(const u32*, u32, Waiter) { std::abort(); }
 static void count_in(u32*) { std::abort(); }
 static void end_wave(u32*) { std::abort(); }
+static void bring_to_l2(const void* from, u32 bytes) {
+  if (u64(from) % 16 != 0 || bytes % 16 != 0) std::abort();
+}
 static void copy_ahead(void* to, const void* from) { std::memcpy(to, from, 16); }
 static void await_copies() {}
 static bool __any_sync(unsigned, bool v) {
@@ -103,19 +106,32 @@ struct WaveLoader {
   bool met, met_last_step;
   int part, lane;
   std::vector<u32> boxes; // that this lane may copy
-  u32 turns = 0, draws = 0;
+  u32 turns = 0, rounds = 0;
   bool lost() const { return false; }
-  // In rounds, as blocks that are equally fast would draw; each has another place in the next round.
+  // In rounds, as blocks that are equally fast would draw; each has another place in the next round. The blocks of a pair that share chunks have the same ticket: as one block runs here,
+  // it finds that itself.
   u32 draw(u32* drawn) {
     require(met && within(work, reinterpret_cast<u8*>(drawn), 4) && *drawn == drawn_of_wave++, "a ticket of a counter that did not begin at 0");
     ++*drawn;
-    draws++;
-    return (draws - 1) * M::SMS + (blockIdx.x + draws) % M::SMS;
+    rounds++;
+    const u32 together = paired() ? 2 : 1, blocks = M::SMS / together;
+    return (rounds - 1) * blocks + (blockIdx.x / together + rounds) % blocks;
   }
+  bool paired() const { return M::PAIRS && shares_weights<M>(p); }
+  bool draws() const { return true; }
   void tell(const WaveTurn& turn) {
     if (lane == 0) told.push_back(turn);
     __syncwarp();
   }
+  void tell(const WaveTurn& turn, const WaveTurn& of_peer) {
+    const u32 units[2] = {turn.words[2] >> 10 & 0x3f, of_peer.words[2] >> 10 & 0x3f};
+    require(!paired() || (turn.words[0] == of_peer.words[0] && turn.words[1] != of_peer.words[1] && units[0] > 0 && units[1] > 0) || units[0] + units[1] == 0, "a pair whose blocks have no parts of a tile");
+    tell(turn);
+  }
+  template <bool AGAIN>
+  void set_hint() {}
+  void copy_shared(u8* to, const u8* from, u32 bytes) { copy(to, from, bytes); }
+  void copy_own_lines(u8* to, u32 box, u32 line, u32 unit) { copy_lines(to, box, line, unit); }
   u8* free_slot() { return slot_of(at); }
   void arrive(u32 bytes) {
     Ring& ring = ring_of<R>();
@@ -131,8 +147,8 @@ struct WaveLoader {
     require(u64(to) % 16 == 0 && u64(from) % 16 == 0 && bytes % 16 == 0 && bytes > 0, "a copy that is not aligned");
     const u8* slot = slot_of(at);
     require(to >= slot && to + bytes <= slot + R::SLOT_BYTES, "a copy beyond its slot");
-    require(R::FIRST != 0 ? within(constants, from, bytes) : within(work, from, bytes) || within(cache, from, bytes), "a copy from elsewhere");
-    require(R::FIRST != 0 || (within(work, from, bytes) ? met : met || met_last_step), "a copy of activations before the blocks met");
+    require(within(work, from, bytes) || (R::FIRST != 0 ? within(constants, from, bytes) : within(cache, from, bytes)), "a copy from elsewhere");
+    require(within(constants, from, bytes) || (within(work, from, bytes) ? met : met || met_last_step), "a copy of activations before the blocks met");
     std::memcpy(to, from, bytes);
     ring_of<R>().landed[chunk_of(at)] += bytes;
   }
@@ -159,7 +175,7 @@ struct WaveLoader {
   }
   // Lines of 64 bytes, of which pieces of 16 bytes lie where the bits of their place above the line say.
   void copy_lines(u8* to, u32 box, u32 line, u32 unit) {
-    require(R::FIRST != 0 && box < weight_boxes.size(), "a box that there is not");
+    require(box < weight_boxes.size(), "a box that there is not");
     require(step > 0 || std::find(boxes.begin(), boxes.end(), box) != boxes.end(), "a box whose tensor map was not fenced in the launch");
     const WeightBox& of = weight_boxes[box];
     const u8* slot = slot_of(at);

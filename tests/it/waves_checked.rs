@@ -24,7 +24,7 @@ use crate::proof_support::BF16;
 use crate::skipped;
 use crate::waves::{Built, Ran, proven, small, with_tail};
 use crate::waves_convolve::convolving;
-use crate::waves_experts::of_layers;
+use crate::waves_experts::{of_layers, wide};
 use crate::waves_mamba as mamba;
 use crate::waves_nets::{MIXTURES, SHARED, hybrid};
 
@@ -246,8 +246,13 @@ fn check_steps(imported: &Imported, positions: u32, fault: Fault) -> Option<Resu
 #[test]
 fn a_generated_kernel_of_experts_passes_its_check() {
     // Two blocks of rows, and experts with several tiles; then one.
-    for (name, positions) in [("experts/qwen2-moe-shared", 230), ("experts/qwen3-moe", 40), ("experts/olmoe", 40)] {
-        let imported = of_layers(name, Some(LAYERS));
+    let layers = Some(LAYERS);
+    for (name, imported, positions) in [
+        ("experts/qwen2-moe-shared", of_layers("experts/qwen2-moe-shared", layers), 230),
+        ("experts/qwen3-moe", of_layers("experts/qwen3-moe", layers), 40),
+        ("experts/olmoe", of_layers("experts/olmoe", layers), 40),
+        ("experts/qwen3-moe, wide", wide("experts/qwen3-moe", layers), 230),
+    ] {
         let Some(found) = check_prompt(&imported, positions, NONE) else {
             return skipped("a_generated_kernel_of_experts_passes_its_check", "C++ compiler", "`c++`");
         };
@@ -296,6 +301,35 @@ fn a_wrong_kernel_of_experts_does_not_pass_its_check() {
             };
             assert!(is_found, "{what}: {error}");
         }
+    }
+}
+
+/// Faults of waves/experts_shared.cuh in prompts: what is wrong, and its text with what takes its place.
+const FAULTS_OF_SHARED: [(&str, &[(&str, &str)]); 3] = [
+    ("weights of another expert", &[("item.unit = expert * UNITS", "item.unit = (expert ^ 1) * UNITS")]),
+    (
+        "the second 64 of k of a slot, of a tile with few rows",
+        &[("w + span / SPANS * (PASS * UNIT_BYTES)", "w + 0 * (PASS * UNIT_BYTES)")],
+    ),
+    (
+        "the first unit of a warp twice",
+        &[("const float2 y = settled(i % 2, j + i / 2)", "const float2 y = settled(0, j + i / 2)")],
+    ),
+];
+
+#[test]
+fn wrong_experts_in_shared_memory_do_not_pass() {
+    let imported = wide("experts/qwen3-moe", Some(LAYERS));
+    for (what, text) in FAULTS_OF_SHARED {
+        let Some(found) = check_prompt(&imported, 150, Fault { text, ..NONE }) else {
+            return skipped("wrong_experts_in_shared_memory_do_not_pass", "C++ compiler", "`c++`");
+        };
+        let error = found.expect_err(what);
+        let is_found = match error {
+            CheckError::Routed { layer, .. } | CheckError::Cached { layer, .. } => layer >= 1,
+            _ => matches!(error, CheckError::Wrong { .. } | CheckError::Argmax { .. }),
+        };
+        assert!(is_found, "{what}: {error}");
     }
 }
 

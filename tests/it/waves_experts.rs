@@ -11,7 +11,7 @@ use monobloc::model::graph::ModelGraph;
 use monobloc::rows::Shape;
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
-use monobloc::waves::{Action, Form, Layout, Plan, Proven, Slots, Sum, Tiling, prove};
+use monobloc::waves::{Action, Form, Layout, Plan, Products, Proven, Slots, Sum, Tiling, prove};
 
 use crate::formats::{all, named, rounded};
 use crate::nvrtc::nvrtc;
@@ -30,6 +30,26 @@ fn mixture(name: &str) -> Imported {
 
 /// The same with another number of layers.
 pub fn of_layers(name: &str, layers: Option<u32>) -> Imported {
+    of_config(name, layers, |_| {})
+}
+
+/// The same with as many heads that all matrices have units of eight rows: tensor cores then read both operands of a chunk from shared memory.
+pub fn wide(name: &str, layers: Option<u32>) -> Imported {
+    of_config(name, layers, widen)
+}
+
+fn widen(entries: &mut serde_json::Map<String, serde_json::Value>) {
+    entries.insert("num_attention_heads".to_string(), 12.into());
+    entries.insert("num_key_value_heads".to_string(), 2.into());
+    entries.insert("head_dim".to_string(), 64.into());
+}
+
+/// The same with another config.
+fn of_config(
+    name: &str,
+    layers: Option<u32>,
+    change: impl FnOnce(&mut serde_json::Map<String, serde_json::Value>),
+) -> Imported {
     let text = fs::read_to_string(fixture(name).join("config.json")).unwrap();
     let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
     let own = config["head_dim"].is_u64();
@@ -48,14 +68,20 @@ pub fn of_layers(name: &str, layers: Option<u32>) -> Imported {
             _ => {}
         }
     }
+    change(entries);
     import_config_only(&config.to_string(), 7).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
 /// The batch kernel for 8 rows, if there is one.
 fn batch(graph: &ModelGraph, target: &Target) -> Result<Validated, String> {
+    batch_of(graph, target, 512)
+}
+
+/// The same for texts of this many positions.
+fn batch_of(graph: &ModelGraph, target: &Target, context_max: u32) -> Result<Validated, String> {
     let base = Candidate::default_for(graph, target, BF16);
     let room = Room { rows: 8, sequences: 8, positions: 4096 };
-    let placed = place_rows(graph, "waves", BF16, graph.positions_max.min(512), target, &base, room);
+    let placed = place_rows(graph, "waves", BF16, graph.positions_max.min(context_max), target, &base, room);
     let placed = placed.map_err(|reason| reason.to_string())?;
     Ok(validate(placed, target).unwrap_or_else(|rejected| panic!("{rejected}")))
 }
@@ -109,14 +135,22 @@ fn chunks_of_experts_have_tails() {
 #[test]
 fn a_wrong_plan_of_experts_has_no_proof() {
     let name = "experts/qwen2-moe-shared";
-    let (_folder, imported) = stored(&mixture(name));
-    let mutants = judge_mutants_of(name, &imported, &small(), Form::Chunk, 256, None);
-    assert!(mutants > 1000, "{mutants} mutants");
+    for imported in [mixture(name), wide(name, None)] {
+        let (_folder, imported) = stored(&imported);
+        let mutants = judge_mutants_of(name, &imported, &small(), Form::Chunk, 256, None);
+        assert!(mutants > 1000, "{mutants} mutants");
+    }
 }
 
 #[test]
 fn buffers_and_rings_of_experts_have_room_for_every_choice() {
-    let (imported, target) = (mixture("experts/qwen2-moe-shared"), small());
+    let name = "experts/qwen2-moe-shared";
+    have_room(&mixture(name));
+    have_room(&wide(name, None));
+}
+
+fn have_room(imported: &Imported) {
+    let target = small();
     let validated = batch(&imported.graph, &target).unwrap();
     let proven = proven(&validated, &target, Form::Chunk, 256).unwrap();
     let of = proven.plan();
@@ -219,15 +253,19 @@ fn few_are_off(name: &str, errors: &[f64]) {
 #[test]
 fn a_generated_kernel_of_experts_computes_its_model() {
     let plain = FormatPlan::default;
-    for (name, plan, count) in [
-        ("experts/qwen2-moe-shared", plain(), 150),
-        ("experts/hy-v3", plain(), 70),
-        ("experts/gpt-oss-values", plain(), 70),
-        ("experts/qwen3-moe", all(named("int4:32")), 70),
-        ("experts/qwen3-moe", all(named("fp8")), 70),
-        ("experts/mixtral-8", all(named("mxfp4")), 70),
+    let [narrow, wide]: [fn(&str) -> Imported; 2] = [mixture, |name| wide(name, None)];
+    for (name, of, plan, count) in [
+        ("experts/qwen2-moe-shared", narrow, plain(), 150),
+        ("experts/hy-v3", narrow, plain(), 70),
+        ("experts/gpt-oss-values", narrow, plain(), 70),
+        ("experts/qwen3-moe", narrow, all(named("int4:32")), 70),
+        ("experts/qwen3-moe", narrow, all(named("fp8")), 70),
+        ("experts/mixtral-8", narrow, all(named("mxfp4")), 70),
+        ("experts/qwen2-moe-shared", wide, plain(), 150),
+        ("experts/hy-v3", wide, plain(), 150),
+        ("experts/gpt-oss-values", wide, plain(), 150),
     ] {
-        let (imported, target) = (rounded(mixture(name), &plan), small());
+        let (imported, target) = (rounded(of(name), &plan), small());
         let validated = batch(&imported.graph, &target).unwrap_or_else(|reason| panic!("{name}: {reason}"));
         let proven =
             proven(&validated, &target, Form::Chunk, 256).unwrap_or_else(|refused| panic!("{name}: {refused}"));
@@ -250,6 +288,39 @@ fn a_generated_kernel_of_experts_computes_its_model() {
         let found = cached(validated.schedule(), &cache, &page_of, text.len());
         few_are_off(name, &errors_of(&expected(&imported, &text), &found));
     }
+}
+
+/// Two experts have all rows, so a launch has tiles of as many places: each number for which there are instructions, in pairs of blocks that share them and without.
+#[test]
+fn tiles_of_every_length_compute_their_model() {
+    let config = |entries: &mut serde_json::Map<String, serde_json::Value>| {
+        for key in ["num_local_experts", "num_experts_per_tok"] {
+            entries.insert(key.to_string(), 2.into());
+        }
+        entries.insert("max_position_embeddings".to_string(), 1408.into());
+        widen(entries);
+    };
+    let (imported, target) = (of_config("experts/mixtral-8", Some(2), config), small());
+    let validated = batch_of(&imported.graph, &target, 1408).unwrap();
+    let proven = proven(&validated, &target, Form::Chunk, 384).unwrap();
+    assert_eq!(proven.plan().machine.products, Products::Shared);
+    let shape = Shape::of(&validated.schedule().program).unwrap();
+    let page_of: Vec<u32> = (0..shape.blocks()).map(|block| (block * 7 + 5) % shape.pages).collect();
+    // Rows of a launch, and blocks of 128 of them: those of an even number share.
+    let counts = [(30, 1), (60, 1), (120, 1), (140, 2), (190, 2), (250, 2), (140, 2), (300, 3), (129, 2)];
+    assert!(counts.iter().all(|(rows, blocks)| u32::div_ceil(*rows, 128) == *blocks));
+    let text = tokens(&imported, counts.iter().map(|(rows, _)| rows).sum());
+    let mut first = 0;
+    let launches = counts.map(|(rows, _)| {
+        let own = rows_of(0, first, &given(&text[first as usize..][..rows as usize]));
+        first += rows;
+        (own, 1)
+    });
+    let Some(Ran { cache, .. }) = run_kernel(&imported, &proven, &launches, &page_of) else {
+        return skipped("tiles_of_every_length_compute_their_model", "C++ compiler", "`c++`");
+    };
+    let found = cached(validated.schedule(), &cache, &page_of, text.len());
+    few_are_off("two experts", &errors_of(&expected(&imported, &text), &found));
 }
 
 /// Steps of rows of two texts, in bf16 and in codes whose bits are operands. A text has the bits that it has alone, whatever the experts of the other one are.
@@ -307,4 +378,7 @@ fn wave_kernels_of_experts_compile() {
         let validated = batch(&imported.graph, &target).unwrap();
         form_compiles(nvrtc, &validated, &target, (form, rows), &["WaveExperts"]);
     }
+    let (imported, target) = (wide("experts/gpt-oss-values", None), small());
+    let validated = batch(&imported.graph, &target).unwrap();
+    form_compiles(nvrtc, &validated, &target, (Form::Chunk, 512), &["WaveExpertsShared"]);
 }
