@@ -262,6 +262,7 @@ struct WaveGather : WaveOrder<M, G> {
   typedef OperandPlace<G::K, M::BLOCK_ROWS, M::WARPGROUPS> X;
   typedef TilePlace<M, G::K, G::TILE> Out;
   static constexpr int THREADS = M::WARPS * 32, PIECES = int(X::BLOCKS) * 8, EACH = ceil_div(PIECES, THREADS); // of 16 bytes: of a row and of a thread
+  static_assert(!M::SHARED, "columns that a lane reads at once lie side by side");
 
   // Piece `i` of a row: of 32 columns those that a lane reads at once.
   static __device__ __forceinline__ u32 column(int i) { return u32(i / 4 * 32 + i % 4 * 2); }

@@ -890,7 +890,8 @@ impl Judge<'_> {
         let buffer = |role: Role| grid.operand(role).map(|operand| operand.buffer).ok_or("an operand is missing");
         let rest = self.normed(waves)?;
         let rest = match rest {
-            [gather, rest @ ..] if matches!(gather.action, Action::Gather { .. }) => {
+            // A chunk's places have another layout if both operands are in shared memory.
+            [gather, rest @ ..] if matches!(gather.action, Action::Gather { .. }) && self.plan.form != Form::Chunk => {
                 self.gather(grid, m, chosen, gather)?;
                 rest
             }

@@ -11,7 +11,9 @@ use monobloc::model::graph::ModelGraph;
 use monobloc::rows::Shape;
 use monobloc::target::Target;
 use monobloc::validate::{Validated, validate};
-use monobloc::waves::{Action, Form, Layout, Plan, Products, Proven, Slots, Sum, Tiling, prove};
+use monobloc::waves::{
+    Action, Division, DivisionId, Form, Layout, Over, Plan, Products, Proven, Share, Slots, Sum, Tiling, prove,
+};
 
 use crate::formats::{all, named, rounded};
 use crate::nvrtc::nvrtc;
@@ -165,7 +167,7 @@ fn have_room(imported: &Imported) {
             }
         }
         for division in &mut plan.divisions {
-            if let monobloc::waves::Over::Items { tiling, .. } = &mut division.over {
+            if let Over::Items { tiling, .. } = &mut division.over {
                 change(tiling);
             }
         }
@@ -228,7 +230,37 @@ fn have_room(imported: &Imported) {
         wrong("no meeting", "meeting", &|plan| plan.waves[w].meets = false);
     }
     assert_eq!(seen, 3);
+    wrong("rows that a wave of a step gathers", "order", &|plan| gather_as_steps(plan));
     wrong("too little scratch", "order", &|plan| plan.machine.scratch_bytes = 8 << 10);
+}
+
+/// In place of the two waves of a chunk that copy rows to places, the one of a step.
+fn gather_as_steps(plan: &mut Plan) {
+    let at = plan.waves.iter().position(|wave| matches!(wave.action, Action::Places { .. })).expect("places");
+    let (Action::Places { choices, groups, places, .. }, Action::Fill { out, .. }) =
+        (plan.waves[at].action.clone(), plan.waves[at + 1].action.clone())
+    else {
+        panic!("places that are filled")
+    };
+    let left = plan.waves[..at].iter_mut().rev().find_map(|wave| match &mut wave.action {
+        Action::Rows { out: Some(out), .. } => Some(out),
+        _ => None,
+    });
+    let left = left.expect("rows before the router");
+    left.rows = None;
+    let x = left.to;
+    plan.waves[at].action = Action::Gather { x, choices, groups, places, out };
+    plan.waves[at].division = DivisionId(plan.divisions.len() as u32);
+    let dealt = |blocks: u32| {
+        let mut shares = vec![vec![]; plan.machine.sms as usize];
+        for row in 0..blocks * plan.block_rows {
+            shares[(row % plan.machine.sms) as usize].push(Share { row, rows: 1, lo: 0, hi: 1 });
+        }
+        shares
+    };
+    let shares = (1..=plan.rows / plan.block_rows).map(dealt).collect();
+    plan.divisions.push(Division { over: Over::Heads { n: 1, rows: 1, kept: 1 }, shares });
+    plan.waves.remove(at + 1);
 }
 
 /// Positions of a text that may be off: where two experts have scores that are as good as equal, rounding to bf16 chooses another one.
@@ -290,7 +322,8 @@ fn a_generated_kernel_of_experts_computes_its_model() {
     }
 }
 
-/// Two experts have all rows, so a launch has tiles of as many places: each number for which there are instructions, in pairs of blocks that share them and without.
+/// Two experts have all rows, so a launch has tiles of as many places: each number for which there are instructions, in pairs of blocks that share them, in pairs that do not, and in
+/// blocks that are none.
 #[test]
 fn tiles_of_every_length_compute_their_model() {
     let config = |entries: &mut serde_json::Map<String, serde_json::Value>| {
@@ -300,27 +333,34 @@ fn tiles_of_every_length_compute_their_model() {
         entries.insert("max_position_embeddings".to_string(), 1408.into());
         widen(entries);
     };
-    let (imported, target) = (of_config("experts/mixtral-8", Some(2), config), small());
-    let validated = batch_of(&imported.graph, &target, 1408).unwrap();
-    let proven = proven(&validated, &target, Form::Chunk, 384).unwrap();
-    assert_eq!(proven.plan().machine.products, Products::Shared);
-    let shape = Shape::of(&validated.schedule().program).unwrap();
-    let page_of: Vec<u32> = (0..shape.blocks()).map(|block| (block * 7 + 5) % shape.pages).collect();
-    // Rows of a launch, and blocks of 128 of them: those of an even number share.
-    let counts = [(30, 1), (60, 1), (120, 1), (140, 2), (190, 2), (250, 2), (140, 2), (300, 3), (129, 2)];
-    assert!(counts.iter().all(|(rows, blocks)| u32::div_ceil(*rows, 128) == *blocks));
-    let text = tokens(&imported, counts.iter().map(|(rows, _)| rows).sum());
-    let mut first = 0;
-    let launches = counts.map(|(rows, _)| {
-        let own = rows_of(0, first, &given(&text[first as usize..][..rows as usize]));
-        first += rows;
-        (own, 1)
-    });
-    let Some(Ran { cache, .. }) = run_kernel(&imported, &proven, &launches, &page_of) else {
-        return skipped("tiles_of_every_length_compute_their_model", "C++ compiler", "`c++`");
-    };
-    let found = cached(validated.schedule(), &cache, &page_of, text.len());
-    few_are_off("two experts", &errors_of(&expected(&imported, &text), &found));
+    let imported = of_config("experts/mixtral-8", Some(2), config);
+    let [in_pairs, mut alone] = [small(), small()];
+    alone.spec.cluster_max = 1;
+    for (target, counts) in
+        [(in_pairs, [30, 60, 120, 140, 190, 250, 140, 300, 129].as_slice()), (alone, &[30, 140, 300])]
+    {
+        let validated = batch_of(&imported.graph, &target, 1408).unwrap();
+        let proven = proven(&validated, &target, Form::Chunk, 384).unwrap();
+        let machine = &proven.plan().machine;
+        assert_eq!((machine.products, machine.pairs), (Products::Shared, target.spec.cluster_max > 1));
+        let shape = Shape::of(&validated.schedule().program).unwrap();
+        let page_of: Vec<u32> = (0..shape.blocks()).map(|block| (block * 7 + 5) % shape.pages).collect();
+        let text = tokens(&imported, counts.iter().sum());
+        let mut first = 0;
+        let launches: Vec<_> = counts
+            .iter()
+            .map(|rows| {
+                let own = rows_of(0, first, &given(&text[first as usize..][..*rows as usize]));
+                first += rows;
+                (own, 1)
+            })
+            .collect();
+        let Some(Ran { cache, .. }) = run_kernel(&imported, &proven, &launches, &page_of) else {
+            return skipped("tiles_of_every_length_compute_their_model", "C++ compiler", "`c++`");
+        };
+        let found = cached(validated.schedule(), &cache, &page_of, text.len());
+        few_are_off("two experts", &errors_of(&expected(&imported, &text), &found));
+    }
 }
 
 /// Steps of rows of two texts, in bf16 and in codes whose bits are operands. A text has the bits that it has alone, whatever the experts of the other one are.
