@@ -18,6 +18,36 @@ __device__ __forceinline__ u32 groups_of(const Wave& e) { return e.branch; }
 __device__ __forceinline__ u32 places_of(const Wave& e) { return e.squares; }
 __device__ __forceinline__ u32 shares_of(const Wave& e) { return e.squares_out; }
 
+// The groups of a wave, the record of a tile, and how many tickets are drawn for its product.
+__device__ __forceinline__ const uint4* groups_from(const WaveParams& p, const Wave& e) { return reinterpret_cast<const uint4*>(p.work + u64(groups_of(e)) * OFFSET_BYTES); }
+__device__ __forceinline__ uint4 group_of(const uint4* groups, u32 tile) {
+  const uint4 v = groups[1 + tile];
+  return make_uint4(uniform(v.x), uniform(v.y), uniform(v.z), uniform(v.w));
+}
+template <class G>
+__device__ __forceinline__ u32* drawn_from(const WaveParams& p, const Wave& e) {
+  return reinterpret_cast<u32*>(p.work + u64(groups_of(e)) * OFFSET_BYTES) + (G::EPILOGUE == Epilogue::STORE ? 2 : 1);
+}
+// Of an item, a tile and units of its expert; `unit` is counted over all experts, `own` over those of this one. No units: there is no further item.
+struct ExpertItem {
+  u32 tile = 0, unit = 0, own = 0, units = 0, rows = 0;
+  ExpertItem() = default;
+  static __device__ __forceinline__ ExpertItem of(const WaveTurn& turn) {
+    ExpertItem item;
+    item.tile = turn.words[0], item.unit = turn.words[1], item.own = turn.words[2] >> 16, item.units = turn.words[2] >> 9 & 0x7f, item.rows = turn.words[2] & 0x1ff;
+    return item;
+  }
+  __device__ __forceinline__ WaveTurn turn() const { return WaveTurn{{tile, unit, own << 16 | units << 9 | rows}, 0}; }
+};
+// What an expert makes of two columns of its gate and of `up`.
+template <class G>
+__device__ __forceinline__ float2 gated_by_expert(float2 gate, float2 up) {
+  if constexpr (G::EPILOGUE == Epilogue::CLAMPED)
+    return make_float2(clamped<G>(gate.x, up.x), clamped<G>(gate.y, up.y));
+  else
+    return make_float2(activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
+}
+
 // scores: y = x W^T + bias in fp32, of 16 rows by COLUMNS columns at once in a step, which has few rows, and of 64 in a chunk.
 //
 // x (rows, K)       bf16, in the layout of operands
@@ -48,7 +78,7 @@ struct WaveScores {
     }
   }
   // Eight columns of a row, and of the one eight further on, from 8 * (lane % 4) of a span on: the words of an operand.
-  static __device__ __forceinline__ void load(const u8* x, u32 row, u32 col, uint4& a, uint4& b) {
+  static __device__ __forceinline__ void operands(const u8* x, u32 row, u32 col, uint4& a, uint4& b) {
     const auto piece = [&](u32 row, u32 col) { return *reinterpret_cast<const uint4*>(x + X::at(row, col)); };
     if constexpr (M::SHARED) {
       a = piece(row, col), b = piece(row + 8, col);
@@ -78,7 +108,7 @@ struct WaveScores {
 #pragma unroll
       for (int p = 0; p < K_PARTS; p++) {
         uint4 a, b;
-        load(x, own + g, u32(granule * K_PARTS + p) * 32 + t * 8, a, b);
+        operands(x, own + g, u32(granule * K_PARTS + p) * 32 + t * 8, a, b);
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
           // Rows of a granule that belong to other parts of k are multiplied as zeros.
@@ -491,23 +521,13 @@ struct WaveExperts {
   // Chunks after which the loader draws the ticket of the next item, and after which it tells the other warps of the block.
   static constexpr int DRAWN = UNIT_CHUNKS / 2 / TOGETHER * TOGETHER, TOLD = DRAWN + TOGETHER < UNIT_CHUNKS ? DRAWN + TOGETHER : DRAWN;
 
-  // Of an item, a tile and units of its expert; `unit` is counted over all experts. No units: there is no further item.
-  struct Item {
-    u32 tile = 0, unit = 0, own = 0, units = 0, rows = 0;
-    Item() = default;
-    static __device__ __forceinline__ Item of(const WaveTurn& turn) {
-      Item item;
-      item.tile = turn.words[0], item.unit = turn.words[1], item.own = turn.words[2] >> 16, item.units = turn.words[2] >> 8 & 0xff, item.rows = turn.words[2] & 0xff;
-      return item;
-    }
-    __device__ __forceinline__ WaveTurn turn() const { return WaveTurn{{tile, unit, own << 16 | units << 8 | rows}, 0}; }
-  };
-  static_assert(UNITS < 1 << 16 && PASS < 256 && G::TILE < 256, "what the words of a turn hold");
+  typedef ExpertItem Item;
+  static_assert(UNITS < 1 << 16 && PASS < 1 << 7 && G::TILE < 1 << 9, "what the words of a turn hold");
   // The items of a wave.
   struct Items {
     const uint4* all;
     u32 count, whole, tickets; // items, those of one ticket, and tickets
-    __device__ __forceinline__ Items(const WaveParams& p, const Wave& e) : all(groups(p, e)) {
+    __device__ __forceinline__ Items(const WaveParams& p, const Wave& e) : all(groups_from(p, e)) {
       count = uniform(*reinterpret_cast<const u32*>(all)) * PARTS;
       whole = SPLITS == 1 ? count : max(count, u32(LAST)) - LAST;
       tickets = whole + (count - whole) * SPLITS;
@@ -517,7 +537,7 @@ struct WaveExperts {
       if (ticket >= tickets) return item;
       u32 n = ticket, from = 0, end = PASS;
       if (SPLITS > 1 && n >= whole) n = whole + (ticket - whole) / SPLITS, from = (ticket - whole) % SPLITS * GRAIN, end = from + GRAIN;
-      const uint4 of = group(all, n / PARTS);
+      const uint4 of = group_of(all, n / PARTS);
       const u32 within = n - of.y * PARTS, part = within / of.z, first = UNITS * part / PARTS;
       item.tile = of.y + within % of.z;
       item.own = first + from;
@@ -527,14 +547,6 @@ struct WaveExperts {
       return item;
     }
   };
-  static __device__ __forceinline__ u32* drawn(const WaveParams& p, const Wave& e) {
-    return reinterpret_cast<u32*>(p.work + u64(groups_of(e)) * OFFSET_BYTES) + (G::EPILOGUE == Epilogue::STORE ? 2 : 1);
-  }
-  static __device__ __forceinline__ const uint4* groups(const WaveParams& p, const Wave& e) { return reinterpret_cast<const uint4*>(p.work + u64(groups_of(e)) * OFFSET_BYTES); }
-  static __device__ __forceinline__ uint4 group(const uint4* all, u32 tile) {
-    const uint4 v = all[1 + tile];
-    return make_uint4(uniform(v.x), uniform(v.y), uniform(v.z), uniform(v.w));
-  }
 
   static __device__ __forceinline__ int places_multiplied(const Item& item) { return item.rows <= FEW ? FEW : item.rows <= SOME ? SOME : G::TILE; }
 
@@ -566,7 +578,7 @@ struct WaveExperts {
     Item next;
 #pragma unroll 1
     for (int at = 0; at < UNIT_CHUNKS; at += TOGETHER, l.at.next()) {
-      if (G::TICKETS && at == DRAWN && l.lane == 0) ticket = l.draw(drawn(l.p, e));
+      if (G::TICKETS && at == DRAWN && l.lane == 0) ticket = l.draw(drawn_from<G>(l.p, e));
       if (at == TOLD) {
         next = items.item(M::SMS + __shfl_sync(~0u, ticket, 0));
         l.tell(next.turn());
@@ -885,7 +897,7 @@ struct WaveExperts {
       }
       if constexpr (GATED) {
         const float2 up = make_float2(__shfl_xor_sync(~0u, y.x, 2), __shfl_xor_sync(~0u, y.y, 2));
-        y = made(y, up);
+        y = gated_by_expert<G>(y, up);
       }
       if constexpr (G::EPILOGUE == Epilogue::ACT) y = make_float2(activate<G::ACT>(y.x), activate<G::ACT>(y.y));
       const u32 pair = bf16_pair(y.x, y.y);
@@ -924,12 +936,6 @@ struct WaveExperts {
         if (exists && stores(unit)) *reinterpret_cast<u32*>(to(place, column(unit))) = pairs[k];
       }
     }
-  }
-  static __device__ __forceinline__ float2 made(float2 gate, float2 up) {
-    if constexpr (G::EPILOGUE == Epilogue::CLAMPED)
-      return make_float2(clamped<G>(gate.x, up.x), clamped<G>(gate.y, up.y));
-    else
-      return make_float2(activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
   }
 };
 

@@ -37,23 +37,13 @@ struct WaveExpertsShared {
   static_assert(int(FEW_SPANS * FEW_SPAN_BYTES) <= M::INPUT_BYTES && int(TOGETHER * PASS * UNIT_BYTES) <= M::WEIGHT_BYTES && M::WEIGHT_BYTES % 1024 == 0, "slots hold its chunks");
   static_assert(X::SPANS % FEW_SPANS == 0, "columns that pad the last chunk are there");
 
-  // Of an item, a tile and units of its expert; `unit` is counted over all experts. No units: there is no further item.
-  struct Item {
-    u32 tile = 0, unit = 0, own = 0, units = 0, rows = 0;
-    Item() = default;
-    static __device__ __forceinline__ Item of(const WaveTurn& turn) {
-      Item item;
-      item.tile = turn.words[0], item.unit = turn.words[1], item.own = turn.words[2] >> 16, item.units = turn.words[2] >> 10 & 0x3f, item.rows = turn.words[2] & 0x3ff;
-      return item;
-    }
-    __device__ __forceinline__ WaveTurn turn() const { return WaveTurn{{tile, unit, own << 16 | units << 10 | rows}, 0}; }
-  };
-  static_assert(PASS < 64 && G::TILE < 1024, "what the words of a turn hold");
+  typedef ExpertItem Item;
+  static_assert(PASS < 1 << 7 && G::TILE < 1 << 9, "what the words of a turn hold");
   // The items of a wave. A ticket is for as many of them as blocks share chunks.
   struct Items {
     const uint4* all;
     u32 together, tickets, blocks; // items of a ticket, tickets, and blocks or pairs that draw them
-    __device__ __forceinline__ Items(const WaveParams& p, const Wave& e) : all(reinterpret_cast<const uint4*>(p.work + u64(groups_of(e)) * OFFSET_BYTES)) {
+    __device__ __forceinline__ Items(const WaveParams& p, const Wave& e) : all(groups_from(p, e)) {
       together = shares_weights<M>(p) ? 2 : 1;
       tickets = uniform(*reinterpret_cast<const u32*>(all)) * PARTS / together;
       blocks = M::SMS / together;
@@ -64,8 +54,8 @@ struct WaveExpertsShared {
       Item item;
       if (ticket >= tickets) return item;
       const u32 n = ticket * together + nth;
-      const uint4 v = all[1 + n / PARTS];
-      const u32 expert = uniform(v.x), first = uniform(v.y), tiles = uniform(v.z), slots = uniform(v.w);
+      const uint4 of = group_of(all, n / PARTS);
+      const u32 expert = of.x, first = of.y, tiles = of.z, slots = of.w;
       const u32 within = n - first * PARTS, beside = within / BESIDE, part = beside / tiles * BESIDE + within % BESIDE;
       item.tile = first + beside % tiles;
       item.own = UNITS * part / PARTS;
@@ -174,7 +164,7 @@ struct WaveExpertsShared {
       l.template set_hint<false>();
 #pragma unroll 1
     for (int at = 0; at < chunks; at++, l.at.next()) {
-      if (G::TICKETS && at == drawn && l.draws() && l.lane == 0) ticket = l.draw(reinterpret_cast<u32*>(l.p.work + u64(groups_of(e)) * OFFSET_BYTES) + (G::EPILOGUE == Epilogue::STORE ? 2 : 1));
+      if (G::TICKETS && at == drawn && l.draws() && l.lane == 0) ticket = l.draw(drawn_from<G>(l.p, e));
       if (at == told && l.draws()) {
         const u32 of = items.blocks + __shfl_sync(~0u, ticket, 0);
         next = items.own(of);
@@ -211,10 +201,7 @@ struct WaveExpertsShared {
     const Item& item;
     template <int N, int TIMES>
     __device__ __forceinline__ void of() const {
-      if constexpr (N * TIMES <= FEW)
-        pass_few<N>(c, e, item);
-      else
-        pass<N, TIMES>(c, e, item);
+      pass<N, TIMES>(c, e, item);
     }
   };
   static __device__ __forceinline__ void run(WaveContext<M>& c, const Wave& e) {
@@ -227,28 +214,33 @@ struct WaveExpertsShared {
       item = Item::of(wave_turn(c));
     }
   }
-  // A chunk is left when the products of the next one have begun.
+  // A slot is left when the products of the next one have begun.
   template <int N, int TIMES>
   static __device__ __forceinline__ void pass(WaveContext<M>& c, const Wave& e, const Item& item) {
+    constexpr bool IS_FEW = N * TIMES <= int(FEW);
+    constexpr int TAKEN = IS_FEW ? FEW_CHUNKS : CHUNKS;
+    constexpr u32 SPANS_TAKEN = IS_FEW ? FEW_SPANS : SPANS, X_BYTES = IS_FEW ? FEW_SPAN_BYTES : X::SPAN_BYTES;
     float d[TIMES][N / 2] = {};
     const u32 units_at = u32(c.warp()) / 4 * BOX_BYTES;
     RingCursor<InputRing<M>> inputs = c.inputs;
     RingCursor<WeightRing<M>> weights = c.weights;
 #pragma unroll 1
-    for (int at = 0; at < CHUNKS; at++, inputs.next(), weights.next()) {
+    for (int at = 0; at < TAKEN; at++, inputs.next(), weights.next()) {
       const u8 *w = nullptr, *x = nullptr;
-      wave_take_pair(c, inputs, weights, w, x);
+      wave_take_pair(c, inputs, weights, IS_FEW ? x : w, IS_FEW ? w : x);
       warpgroup_begin();
 #pragma unroll
-      for (u32 span = 0; span < SPANS; span++)
+      for (u32 span = 0; span < SPANS_TAKEN; span++) {
+        if (span == SPANS && at * int(TOGETHER) + 1 == CHUNKS) break;
 #pragma unroll
         for (u32 half = 0; half < 2; half++)
 #pragma unroll
           for (u32 i = 0; i < TIMES; i++)
             warpgroup_product<N, SwizzledOperand, WarpgroupOperand>(
-                d[i], SwizzledOperand::at(w + units_at + span * SwizzledOperand::GRANULE_BYTES + half * 32),
-                WarpgroupOperand::at(x + span * X::SPAN_BYTES + half * (2 * WarpgroupOperand::CORE_BYTES) + i * (N / 8 * WarpgroupOperand::COLUMNS_BYTES))
+                d[i], SwizzledOperand::at(w + span / SPANS * (PASS * UNIT_BYTES) + units_at + span % SPANS * SwizzledOperand::GRANULE_BYTES + half * 32),
+                WarpgroupOperand::at(x + span * X_BYTES + half * (2 * WarpgroupOperand::CORE_BYTES) + i * (N / 8 * WarpgroupOperand::COLUMNS_BYTES))
             );
+      }
       warpgroup_commit();
       warpgroup_await<1>();
       if (at > 0) wave_release_pair(c, c.inputs, c.weights);
@@ -257,36 +249,6 @@ struct WaveExpertsShared {
     wave_release_pair(c, c.inputs, c.weights);
 #pragma unroll
     for (u32 i = 0; i < TIMES; i++) finish<N>(c, e, item, i * N, d[i]);
-  }
-  // The same of a tile with few rows.
-  template <int N>
-  static __device__ __forceinline__ void pass_few(WaveContext<M>& c, const Wave& e, const Item& item) {
-    float d[N / 2] = {};
-    const u32 units_at = u32(c.warp()) / 4 * BOX_BYTES;
-    RingCursor<InputRing<M>> inputs = c.inputs;
-    RingCursor<WeightRing<M>> weights = c.weights;
-#pragma unroll 1
-    for (int at = 0; at < FEW_CHUNKS; at++, inputs.next(), weights.next()) {
-      const u8 *x = nullptr, *w = nullptr;
-      wave_take_pair(c, inputs, weights, x, w);
-      warpgroup_begin();
-#pragma unroll
-      for (u32 span = 0; span < FEW_SPANS; span++) {
-        if (span == SPANS && at * int(TOGETHER) + 1 == CHUNKS) break;
-#pragma unroll
-        for (u32 half = 0; half < 2; half++)
-          warpgroup_product<N, SwizzledOperand, WarpgroupOperand>(
-              d, SwizzledOperand::at(w + span / SPANS * (PASS * UNIT_BYTES) + units_at + span % SPANS * SwizzledOperand::GRANULE_BYTES + half * 32),
-              WarpgroupOperand::at(x + span * FEW_SPAN_BYTES + half * (2 * WarpgroupOperand::CORE_BYTES))
-          );
-      }
-      warpgroup_commit();
-      warpgroup_await<1>();
-      if (at > 0) wave_release_pair(c, c.inputs, c.weights);
-    }
-    warpgroup_await<0>();
-    wave_release_pair(c, c.inputs, c.weights);
-    finish<N>(c, e, item, 0, d);
   }
   // Completes and stores the places from `first` on. A warp has the two units from `unit` on.
   template <int N>
@@ -319,7 +281,8 @@ struct WaveExpertsShared {
       for (int j = 0; j < N / 8; j++) {
         const float2 y = settled(0, j), z = settled(1, j), given = ups ? y : z;
         const float2 got = make_float2(__shfl_xor_sync(~0u, given.x, 2), __shfl_xor_sync(~0u, given.y, 2));
-        const u32 pair = made(ups ? got : y, ups ? z : got);
+        const float2 made = gated_by_expert<G>(ups ? got : y, ups ? z : got);
+        const u32 pair = bf16_pair(made.x, made.y);
         if (stores && u32(j * 8) < rows) *reinterpret_cast<u32*>(out + j * Out::EIGHT_BYTES) = pair;
       }
     } else if constexpr (G::EPILOGUE == Epilogue::STORE && COLS % 8 == 0) {
@@ -349,11 +312,5 @@ struct WaveExpertsShared {
           if (unit + i < item.units && col < u32(COLS) && u32(j * 8) < rows) *reinterpret_cast<u32*>(to) = bf16_pair(y.x, y.y);
         }
     }
-  }
-  static __device__ __forceinline__ u32 made(float2 gate, float2 up) {
-    if constexpr (G::EPILOGUE == Epilogue::CLAMPED)
-      return bf16_pair(clamped<G>(gate.x, up.x), clamped<G>(gate.y, up.y));
-    else
-      return bf16_pair(activate<G::ACT>(gate.x) * up.x, activate<G::ACT>(gate.y) * up.y);
   }
 };

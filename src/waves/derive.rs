@@ -493,10 +493,10 @@ fn products(program: &Program, target: &Target, form: Form) -> Products {
     let wide = |(m, format): (&MatVec, Format)| {
         (!format.is_plain() || format == Format::plain(DType::Bf16)) && m.parts() == 1 && chunk_k(format) == longest
     };
-    // Experts, too.
+    // Matrices of experts, too, although they have no blocks of rows.
     let chosen = program.grids.iter().filter(|grid| Chosen::of(program, grid).is_some());
-    let formats = matrices.clone().map(|(_, format)| format).chain(chosen.map(|grid| program.format_of(grid)));
-    let plain = formats.into_iter().all(|format| format.is_plain());
+    let of_experts = chosen.map(|grid| program.format_of(grid));
+    let plain = matrices.clone().map(|(_, format)| format).chain(of_experts).all(|format| format.is_plain());
     if form != Form::Chunk || !target.spec.warpgroup_mma || !matrices.all(wide) {
         Products::Warps
     } else if plain {

@@ -439,7 +439,7 @@ impl Step<'_> {
             + match work.layout {
                 Layout::Rows(DType::F32 | DType::I32) => (row * cols + col) * 2,
                 Layout::Groups(_) | Layout::Sources(_) => (row * cols + col) * 2,
-                // Each place by itself. The kernel says in which order warpgroups read it.
+                // Every place has columns of its own. In which order warpgroups read them is a matter of the kernel.
                 Layout::Grouped(_) => row * cols.next_multiple_of(128) + col,
                 Layout::Placed(_) => row * cols + col,
                 Layout::Rows(_) => row * cols + col,

@@ -124,7 +124,7 @@ struct WaveLoader {
     __syncwarp();
   }
   void tell(const WaveTurn& turn, const WaveTurn& of_peer) {
-    const u32 units[2] = {turn.words[2] >> 10 & 0x3f, of_peer.words[2] >> 10 & 0x3f};
+    const u32 units[2] = {turn.words[2] >> 9 & 0x7f, of_peer.words[2] >> 9 & 0x7f};
     require(!paired() || (turn.words[0] == of_peer.words[0] && turn.words[1] != of_peer.words[1] && units[0] > 0 && units[1] > 0) || units[0] + units[1] == 0, "a pair whose blocks have no parts of a tile");
     tell(turn);
   }
