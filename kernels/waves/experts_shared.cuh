@@ -247,8 +247,13 @@ struct WaveExpertsShared {
     }
     warpgroup_await<0>();
     wave_release_pair(c, c.inputs, c.weights);
+    // With one piece of code for both instructions: sums of the other one move to the registers of the first.
+#pragma unroll 1
+    for (u32 first = 0; first < u32(N * TIMES); first += N) {
+      finish<N>(c, e, item, first, d[0]);
 #pragma unroll
-    for (u32 i = 0; i < TIMES; i++) finish<N>(c, e, item, i * N, d[i]);
+      for (int k = 0; k < N / 2; k++) d[0][k] = d[TIMES - 1][k];
+    }
   }
   // Completes and stores the places from `first` on. A warp has the two units from `unit` on.
   template <int N>

@@ -982,12 +982,26 @@ struct WaveMatMul {
       l.arrive(boxes * (BOX_UNITS * UNIT_PITCH));
     }
   }
+  // Sums of a pass, and of eight of its units.
+  static constexpr int PASS_SUMS = PASS * 4, BOX_SUMS = int(BOX_UNITS) * 4;
+  static __device__ __forceinline__ void pass_shared(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here) {
+    float d[PASS_SUMS] = {};
+    multiply_columns<64>(c, passes, here, d);
+    finish_shared(c, e, passes.part, share, first, here, d);
+  }
+  // With the instruction of fewest columns, in multiples of 64, that has those of the pass.
+  template <int N>
+  static __device__ __forceinline__ void multiply_columns(WaveContext<M>& c, const Passes& passes, u32 here, float (&d)[PASS_SUMS]) {
+    if constexpr (N < PASS * 8) {
+      if (here * 8 > u32(N)) return multiply_columns<N + 64>(c, passes, here, d);
+    }
+    multiply_shared<N>(c, passes, reinterpret_cast<float (&)[N / 2]>(d));
+  }
   // Each warpgroup has half of the rows, and multiplies them by N / 8 units. A chunk is left when the products of the next one have begun.
   template <int N>
-  static __device__ __forceinline__ void pass_shared(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here) {
+  static __device__ __forceinline__ void multiply_shared(WaveContext<M>& c, const Passes& passes, float (&d)[N / 2]) {
     constexpr int GROUP = M::BLOCK_ROWS / 2;
     static_assert(GROUP == 64, "rows of the left operand");
-    float d[N / 2] = {};
     const u32 rows_at = u32(c.warp()) / 4 * (GROUP / 8 * WarpgroupOperand::COLUMNS_BYTES);
     RingCursor<InputRing<M>> inputs = c.inputs;
     RingCursor<WeightRing<M>> weights = c.weights;
@@ -1010,66 +1024,71 @@ struct WaveMatMul {
     }
     warpgroup_await<0>();
     wave_release_pair(c, c.inputs, c.weights);
-    finish_shared<N>(c, e, passes.part, share, first, here, d);
   }
   // Whether results go to other devices row by row, in whole units of 16 bytes.
   static constexpr bool GIVES_UNITS = everywhere<M, G>() && G::PLAIN && G::EPILOGUE == Epilogue::STORE && G::SPLITS == 1 && G::UNIT_ROWS == 8 && G::ROWS % 8 == 0;
-  // Completes and stores the sums of a pass. As far as the compiler knows, what a wave stores may be its parameters, so they are copied first.
-  template <int N>
-  static __device__ __forceinline__ void finish_shared(const WaveContext<M>& c, const Wave& held, u32 part, const Share& share, u32 first, u32 here, float (&d)[N / 2]) {
-    const Wave e = held;
-    const int lane = made_here(c.lane()), t = lane % 4, row = int(share.row) + c.warp() * 16 + lane / 4;
-    if constexpr (G::FACTOR) {
-      if (lacks_factor(c, e)) {
-        const float* of = c.state().factors + c.warp() * 16 + lane / 4;
-        const float factors[2] = {of[0], of[8]};
+  // Calls `complete(units before)` for eight units after eight of a pass, with the same registers: sums that follow move to those of the ones before them. So a pass ends with one piece of
+  // code, whatever its width; straight code for all units of each width was most of the kernel.
+  template <class F>
+  static __device__ __forceinline__ void by_boxes(u32 here, float (&d)[PASS_SUMS], const F& complete) {
+#pragma unroll 1
+    for (u32 before = 0; before < here; before += BOX_UNITS) {
+      complete(before);
 #pragma unroll
-        for (int i = 0; i < N / 2; i++) d[i] *= factors[i % 4 / 2];
-      }
-    }
-    if constexpr (G::SUMS && G::SPLITS == 1) {
-      leave_sums(c, e, first, here, row, t, d);
-    } else {
-      if constexpr (G::SUMS)
-        if (Parts::count(c.p.row_count) == 1) return leave_sums(c, e, first, here, row, t, d);
-#pragma unroll
-      for (int from = 0; from < N / 8; from += int(BOX_UNITS)) {
-        if constexpr (ADDS_PAIRS)
-          add_units(c, e, part, first + from, here > u32(from) ? here - from : 0, row, t, d, from);
-        else if constexpr (G::EPILOGUE == Epilogue::GATED)
-          gate_units(c, e, part, first + from, here > u32(from) ? here - from : 0, row, t, d, from);
-        else
-          finish_units(c, e, part, first, here, row, t, d, from);
-      }
+      for (int i = 0; i < PASS_SUMS - BOX_SUMS; i++) d[i] = d[i + BOX_SUMS];
     }
   }
-  template <int SUMS>
-  static __device__ __forceinline__ void finish_units(const WaveContext<M>& c, const Wave& e, u32 part, u32 first, u32 here, int row, int t, const float (&d)[SUMS], int from) {
-    if constexpr (GIVES_UNITS) {
-      if (here >= u32(from) + BOX_UNITS) {
+  // Completes and stores the sums of a pass. As far as the compiler knows, what a wave stores may be its parameters, so they are copied first.
+  static __device__ __forceinline__ void finish_shared(const WaveContext<M>& c, const Wave& held, u32 part, const Share& share, u32 first, u32 here, float (&d)[PASS_SUMS]) {
+    const Wave e = held;
+    const int lane = made_here(c.lane()), t = lane % 4, row = int(share.row) + c.warp() * 16 + lane / 4;
+    if constexpr (G::SUMS)
+      if (Parts::count(c.p.row_count) == 1) return leave_sums(c, e, first, here, row, t, d);
+    float factors[2] = {1.f, 1.f};
+    if constexpr (G::FACTOR)
+      if (lacks_factor(c, e)) {
+        const float* of = c.state().factors + c.warp() * 16 + lane / 4;
+        factors[0] = of[0], factors[1] = of[8];
+      }
+    by_boxes(here, d, [&](u32 before) {
+      if constexpr (G::FACTOR) {
 #pragma unroll
-        for (int i = from; i < from + int(BOX_UNITS); i += 2) give_two(c, e, part, first + i, row, t, d, i);
+        for (int i = 0; i < BOX_SUMS; i++) d[i] *= factors[i % 4 / 2];
+      }
+      const u32 unit = first + before, units = here - before;
+      if constexpr (ADDS_PAIRS)
+        add_units(c, e, part, unit, units, row, t, d);
+      else if constexpr (G::EPILOGUE == Epilogue::GATED)
+        gate_units(c, e, part, unit, units, row, t, d);
+      else
+        finish_units(c, e, part, unit, units, row, t, d);
+    });
+  }
+  // Of eight units from `unit` on, `here` of which exist at least: sums of the row of a lane and of the one eight further on.
+  static __device__ __forceinline__ void finish_units(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, u32 here, int row, int t, const float (&d)[PASS_SUMS]) {
+    if constexpr (GIVES_UNITS) {
+      if (here >= BOX_UNITS) {
+#pragma unroll
+        for (int i = 0; i < int(BOX_UNITS); i += 2) give_two(c, e, part, unit, row, t, d, i);
         return;
       }
     }
     float none = 0.f;
     int no_id = 0;
 #pragma unroll
-    for (int i = from; i < from + int(BOX_UNITS); i++)
+    for (int i = 0; i < int(BOX_UNITS); i++)
 #pragma unroll
       for (int h = 0; h < 2; h++)
-        if (u32(i) < here) finish(c, e, part, first + i, row + 8 * h, t, sums_of(d, i, h), none, no_id);
+        if (u32(i) < here) finish(c, e, part, unit + i, row + 8 * h, t, sums_of(d, i, h), none, no_id);
   }
-  // Sums of columns 2 t and 2 t + 1 of unit `i` of a pass, of the row of a lane and of the one eight further on.
-  template <int SUMS>
-  static __device__ __forceinline__ float2 sums_of(const float (&d)[SUMS], int i, int h) { return make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]); }
-  template <int SUMS>
-  static __device__ __forceinline__ void add_units(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, u32 here, int row, int t, const float (&d)[SUMS], int from) {
+  // Sums of columns 2 t and 2 t + 1 of unit `i` of eight, of the row of a lane and of the one eight further on.
+  static __device__ __forceinline__ float2 sums_of(const float (&d)[PASS_SUMS], int i, int h) { return make_float2(d[4 * i + 2 * h], d[4 * i + 2 * h + 1]); }
+  static __device__ __forceinline__ void add_units(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, u32 here, int row, int t, const float (&d)[PASS_SUMS]) {
     const bool rows[2] = {u32(row) < c.p.row_count, u32(row + 8) < c.p.row_count};
     add_all<2 * int(BOX_UNITS)>(
         c, residual_at(c, e, unit, row, t), [&](int i) { return rows[i % 2] && u32(i / 2) < here && is_column(unit + i / 2, t); },
         [](int i) { return i % 2 * 8 * G::ROWS + i / 2 * G::UNIT_ROWS; },
-        [&](int i) { return settled(c, e, part, unit + i / 2, row + i % 2 * 8, t, sums_of(d, from + i / 2, i % 2)); }
+        [&](int i) { return settled(c, e, part, unit + i / 2, row + i % 2 * 8, t, sums_of(d, i / 2, i % 2)); }
     );
   }
   // A pass of a product with SUMS: the residual, the input of the next product, and of each row the sum of squares of each group of columns. A group is of one share.
@@ -1084,70 +1103,66 @@ struct WaveMatMul {
       if (u32(row + i % 2 * 8) < c.p.row_count && u32(i / 2) < units) to[i] = *reinterpret_cast<const float2*>(residual + i % 2 * 8 * G::ROWS + i / 2 * 8);
     }
   }
-  template <int SUMS>
-  static __device__ __forceinline__ void leave_sums(const WaveContext<M>& c, const Wave& e, u32 first, u32 here, int row, int t, const float (&d)[SUMS]) {
+  static __device__ __forceinline__ void leave_sums(const WaveContext<M>& c, const Wave& e, u32 first, u32 here, int row, int t, float (&d)[PASS_SUMS]) {
     static_assert(SHARED && G::UNIT_ROWS == 8 && G::ROWS % 8 == 0 && !G::FACTOR, "units are whole");
     static_assert(AT_ONCE == 4, "the 32 columns of a span of the input");
     typedef OutPlace<M, G, G::ROWS> Place;
-    const auto left = [&](int from) { return here > u32(from) ? here - from : 0; };
-    float squares[2] = {0.f, 0.f};
+    const auto left = [&](u32 from) { return here > from ? here - from : 0; };
     // Old values are loaded before the stores of the units before: a load waits for L2, and the compiler keeps the order of loads and stores.
     SomeUnits old, next;
     load_sums(c, residual_at(c, e, first, row, t), row, here, next);
+    by_boxes(here, d, [&](u32 before) {
+      float squares[2] = {0.f, 0.f};
 #pragma unroll
-    for (int from = 0; from < SUMS / 4; from += AT_ONCE) {
-      const u32 unit = first + from, units = left(from);
-      float* const residual = residual_at(c, e, unit, row, t);
-      float2 gains[AT_ONCE];
+      for (int of = 0; of < int(BOX_UNITS); of += AT_ONCE) {
+        const u32 unit = first + before + of, units = left(before + of);
+        float* const residual = residual_at(c, e, unit, row, t);
+        float2 gains[AT_ONCE];
 #pragma unroll
-      for (int i = 0; i < 2 * AT_ONCE; i++) old[i] = next[i];
+        for (int i = 0; i < 2 * AT_ONCE; i++) old[i] = next[i];
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        gains[i] = make_float2(1.f, 1.f);
-        if (e.norm_weight != ~0u && u32(i) < units) gains[i] = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.norm_weight) + (unit + i) * 8 + t * 2));
-      }
-      if (from + AT_ONCE < SUMS / 4) load_sums(c, residual + AT_ONCE * 8, row, left(from + AT_ONCE), next);
+        for (int i = 0; i < AT_ONCE; i++) {
+          gains[i] = make_float2(1.f, 1.f);
+          if (e.norm_weight != ~0u && u32(i) < units) gains[i] = __ldg(reinterpret_cast<const float2*>(c.template constant<float>(e.norm_weight) + (unit + i) * 8 + t * 2));
+        }
+        load_sums(c, residual + AT_ONCE * 8, row, left(before + of + AT_ONCE), next);
 #pragma unroll
-      for (int i = 0; i < 2 * AT_ONCE; i++) {
-        if (u32(i / 2) >= units) continue;
-        const float2 y = settled(c, e, 0, unit + i / 2, row + i % 2 * 8, t, sums_of(d, from + i / 2, i % 2));
-        old[i] = make_float2(old[i].x + G::SCALE * y.x, old[i].y + G::SCALE * y.y);
-        squares[i % 2] += old[i].x * old[i].x + old[i].y * old[i].y;
-      }
-      u8* const out = c.template work<u8>(e.out) + Place::at(u32(row), unit * 8 + t * 2);
+        for (int i = 0; i < 2 * AT_ONCE; i++) {
+          if (u32(i / 2) >= units) continue;
+          const float2 y = settled(c, e, 0, unit + i / 2, row + i % 2 * 8, t, sums_of(d, of + i / 2, i % 2));
+          old[i] = make_float2(old[i].x + G::SCALE * y.x, old[i].y + G::SCALE * y.y);
+          squares[i % 2] += old[i].x * old[i].x + old[i].y * old[i].y;
+        }
+        u8* const out = c.template work<u8>(e.out) + Place::at(u32(row), unit * 8 + t * 2);
 #pragma unroll
-      for (int i = 0; i < 2 * AT_ONCE; i++) {
-        if (u32(row + i % 2 * 8) >= c.p.row_count || u32(i / 2) >= units) continue;
-        float2* const to = reinterpret_cast<float2*>(residual + i % 2 * 8 * G::ROWS + i / 2 * 8);
-        *to = old[i];
-        if (peers<M>() > 0 && e.shown) c.template give<everywhere<M, G>()>(to, old[i]);
-        const u32 pair = bf16_pair(old[i].x * gains[i / 2].x, old[i].y * gains[i / 2].y);
-        c.template give<everywhere<M, G>()>(reinterpret_cast<u32*>(out + Place::eights(i % 2) + i / 2 * 128), pair);
-      }
-      if (from % BOX_UNITS == BOX_UNITS - AT_ONCE) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          float sum = squares[h] + __shfl_xor_sync(~0u, squares[h], 1);
-          sum += __shfl_xor_sync(~0u, sum, 2);
-          if (t == 0 && u32(row + h * 8) < c.p.row_count && left(from - AT_ONCE) > 0)
-            c.template give<everywhere<M, G>()>(c.template work<float>(e.squares_out) + square_at(GROUPS, unit / BOX_UNITS, u32(row + h * 8)), sum);
-          squares[h] = 0.f;
+        for (int i = 0; i < 2 * AT_ONCE; i++) {
+          if (u32(row + i % 2 * 8) >= c.p.row_count || u32(i / 2) >= units) continue;
+          float2* const to = reinterpret_cast<float2*>(residual + i % 2 * 8 * G::ROWS + i / 2 * 8);
+          *to = old[i];
+          if (peers<M>() > 0 && e.shown) c.template give<everywhere<M, G>()>(to, old[i]);
+          const u32 pair = bf16_pair(old[i].x * gains[i / 2].x, old[i].y * gains[i / 2].y);
+          c.template give<everywhere<M, G>()>(reinterpret_cast<u32*>(out + Place::eights(i % 2) + i / 2 * 128), pair);
         }
       }
-    }
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float sum = squares[h] + __shfl_xor_sync(~0u, squares[h], 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (t == 0 && u32(row + h * 8) < c.p.row_count) c.template give<everywhere<M, G>()>(c.template work<float>(e.squares_out) + square_at(GROUPS, (first + before) / BOX_UNITS, u32(row + h * 8)), sum);
+      }
+    });
   }
   // Of four lanes that have a row of a unit, two have columns of the gate and two those of `up`. The first two complete this row, the others the one eight further on.
-  template <int SUMS>
-  static __device__ __forceinline__ void gate_units(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, u32 here, int row, int t, const float (&d)[SUMS], int from) {
+  static __device__ __forceinline__ void gate_units(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, u32 here, int row, int t, const float (&d)[PASS_SUMS]) {
     const bool ups = t >= 2;
     const int mine = row + (ups ? 8 : 0);
     if constexpr (everywhere<M, G>() && !G::PLAIN) {
-      if (here == BOX_UNITS && unit % 2 == 0) return give_units(c, e, part, unit, row, t, d, from);
+      if (here == BOX_UNITS && unit % 2 == 0) return give_units(c, e, part, unit, row, t, d);
     }
 #pragma unroll
     for (u32 i = 0; i < BOX_UNITS; i++) {
       if (i >= here) continue;
-      const float2 low = settled(c, e, part, unit + i, row, t, sums_of(d, from + i, 0)), high = settled(c, e, part, unit + i, row + 8, t, sums_of(d, from + i, 1));
+      const float2 low = settled(c, e, part, unit + i, row, t, sums_of(d, i, 0)), high = settled(c, e, part, unit + i, row + 8, t, sums_of(d, i, 1));
       const float2 given = ups ? low : high, taken = make_float2(__shfl_xor_sync(~0u, given.x, 2), __shfl_xor_sync(~0u, given.y, 2));
       const float2 gate = ups ? taken : low, up = ups ? high : taken;
       const int col = int(unit + i) * 4 + t % 2 * 2;
@@ -1156,8 +1171,7 @@ struct WaveMatMul {
   }
   // The same of eight units, in pieces of 16 bytes: what goes to other devices goes in whole lines. Two lanes side by side have the halves of the columns of a row; of
   // four units each takes two whole ones.
-  template <int SUMS>
-  static __device__ __forceinline__ void give_units(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, int row, int t, const float (&d)[SUMS], int from) {
+  static __device__ __forceinline__ void give_units(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, int row, int t, const float (&d)[PASS_SUMS]) {
     const bool ups = t >= 2, odd = t % 2;
     const int mine = row + (ups ? 8 : 0);
     u8* const out = c.template work<u8>(e.out);
@@ -1167,7 +1181,7 @@ struct WaveMatMul {
 #pragma unroll
       for (u32 i = 0; i < 4; i++) {
         const u32 at = first + i;
-        const float2 low = settled(c, e, part, unit + at, row, t, sums_of(d, from + at, 0)), high = settled(c, e, part, unit + at, row + 8, t, sums_of(d, from + at, 1));
+        const float2 low = settled(c, e, part, unit + at, row, t, sums_of(d, at, 0)), high = settled(c, e, part, unit + at, row + 8, t, sums_of(d, at, 1));
         const float2 given = ups ? low : high, taken = make_float2(__shfl_xor_sync(~0u, given.x, 2), __shfl_xor_sync(~0u, given.y, 2));
         const float2 gate = ups ? taken : low, up = ups ? high : taken;
         made[i] = bf16_pair(activate_scaled<G>(gate.x) * up.x, activate_scaled<G>(gate.y) * up.y);
@@ -1179,26 +1193,17 @@ struct WaveMatMul {
     }
   }
   // Results of two units side by side, as they are: a lane takes a whole unit of a row, of the four that four lanes have parts of.
-  template <int SUMS>
-  static __device__ __forceinline__ void give_two(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, int row, int t, const float (&d)[SUMS], int from) {
+  static __device__ __forceinline__ void give_two(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, int row, int t, const float (&d)[PASS_SUMS], int from) {
     u32 made[4]; // unit by unit, of the row and of the one eight further on
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const float2 y = settled(c, e, part, unit + i / 2, row + i % 2 * 8, t, sums_of(d, from + i / 2, i % 2));
+      const float2 y = settled(c, e, part, unit + from + i / 2, row + i % 2 * 8, t, sums_of(d, from + i / 2, i % 2));
       made[i] = bf16_pair(y.x, y.y);
     }
     const uint4 piece = words_of_four(made, t);
     const u32 mine = u32(row + t % 2 * 8);
-    const u64 at = u64(mine) * G::ROWS + (unit + t / 2) * G::UNIT_ROWS;
+    const u64 at = u64(mine) * G::ROWS + (unit + from + t / 2) * G::UNIT_ROWS;
     if (mine < c.p.row_count) c.template give<true>(reinterpret_cast<uint4*>(c.template work<u8>(e.out) + at * 2), piece);
-  }
-  // With the instruction of fewest columns, in multiples of 64, that has those of the pass.
-  template <int N>
-  static __device__ __forceinline__ void pass_columns(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here) {
-    if constexpr (N < PASS * 8) {
-      if (here * 8 > u32(N)) return pass_columns<N + 64>(c, e, share, passes, first, here);
-    }
-    pass_shared<N>(c, e, share, passes, first, here);
   }
   // ---- tiles of a step ---------------------------------------------------------------------------------------------
   // As by warpgroups above, but a chunk of the input has X_STEPS chunks of weights, and weights leave the ring before they are multiplied. Of each chunk of
@@ -1526,7 +1531,7 @@ struct WaveMatMul {
       for (u32 i = 0; i < passes.count; i++) {
         const u32 first = passes.first(i), here = passes.first(i + 1) - first;
         if constexpr (SHARED)
-          pass_columns<64>(c, e, share, passes, first, here);
+          pass_shared(c, e, share, passes, first, here);
         else if constexpr (WIDE)
           run_wide(c, e, share, passes, first, here);
         else

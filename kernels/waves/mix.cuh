@@ -297,6 +297,9 @@ struct WaveMix : WaveCarry<M, G::KEY_DIM, G::VALUE_DIM, G::VALUE_DIM / G::PARTS,
   static __device__ __noinline__ void one(const WaveParams& of_launch, const Wave& of_wave, int thread, int head, int part) {
     const WaveParams p = of_launch;
     const Wave e = of_wave;
+#ifdef __CUDA_ARCH__
+    __builtin_assume(__isGlobal(p.work)), __builtin_assume(__isGlobal(p.cache)), __builtin_assume(__isGlobal(p.pack));
+#endif
     WaveContext<M> c(p);
     c.thread = thread, c.warp_index = int(uniform(u32(thread) / 32));
     const Task task{head, part};

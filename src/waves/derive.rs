@@ -1030,7 +1030,7 @@ impl Builder<'_> {
         }
     }
 
-    /// Of several devices: lets the last product of a chunk leave the input of the next one itself ([`Written::Sums`]), if it adds to the residual and groups of columns are whole
+    /// Lets the last product of a chunk leave the input of the next one itself ([`Written::Sums`]), if it adds to the residual and groups of columns are whole
     /// on a device. Returns the sums of squares.
     fn ends_in_sums(&mut self, residual: WorkId, then: Input) -> Option<WorkId> {
         let Plan { form, ref machine, ref waves, .. } = self.plan;
@@ -1052,9 +1052,9 @@ impl Builder<'_> {
         };
         let Over::Units { n, parts, .. } = self.overs[product] else { return None };
         let begins = |device| share_of(n, device, machine.devices).start.is_multiple_of(SHARED_UNITS);
-        // On one device the longer code costs short prompts more than long ones gain (docs/perf/wave.md, entry 58).
-        let pays = form == Form::Chunk && machine.products == Products::Shared && machine.devices > 1;
-        if !pays || !ends || !(0..machine.devices).all(begins) {
+        let is_shared = form == Form::Chunk && machine.products == Products::Shared;
+        // Beside recurrent states the last row of a chunk had other bits than in a longer one, which check/spans.rs refuses. Why is not known.
+        if !is_shared || self.program.has_state() || !ends || !(0..machine.devices).all(begins) {
             return None;
         }
         let squares = self.work("squares", Layout::Squares { groups: n.div_ceil(SHARED_UNITS), parts }, 1);
@@ -1814,10 +1814,49 @@ fn unit_shares(units: Units, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<
 
 /// The same where the two blocks of a pair have the same units, and blocks of rows side by side.
 fn paired_shares(units: Units, blocks: u32, block_rows: u32, sms: u32) -> Vec<Vec<Share>> {
-    let of_pairs = unit_shares(units, blocks / 2, block_rows, sms / 2);
+    let cut = cut_shares(units, blocks / 2, block_rows, sms / 2);
+    let of_pairs = cut.unwrap_or_else(|| unit_shares(units, blocks / 2, block_rows, sms / 2));
     let of_block = |of: u32| move |share: &Share| Share { row: 2 * share.row + of * block_rows, ..*share };
     let of_pair = |shares: Vec<Share>| [0, 1].map(|of| shares.iter().map(of_block(of)).collect());
     of_pairs.into_iter().flat_map(of_pair).collect()
+}
+
+/// Where SMs are no multiple of blocks of rows and parts of k: each of these has equally many SMs, and those that are left take the last units of every share. `None`
+/// if no share gets shorter.
+///
+/// Of 66 pairs of SMs and 16 blocks of rows, two pairs are left. If two blocks had a fifth pair, the other 14 would take as long as without them. What is cut has 192
+/// columns at least: products of fewer take less time than copies of their input (docs/perf/wave.md, entry 69).
+fn cut_shares(units: Units, blocks: u32, block_rows: u32, sms: u32) -> Option<Vec<Vec<Share>>> {
+    let Units { n, parts, .. } = units;
+    let groups = blocks.checked_mul(parts).filter(|groups| *groups > 0)?;
+    let (of_group, left) = (sms / groups, sms % groups);
+    let pieces = of_group.checked_mul(groups).filter(|pieces| *pieces > 0 && left > 0)?;
+    // What a share takes, in parts of what 32 columns do: an instruction has multiples of 64, and a pass begins and ends.
+    let passes = |units: u32| units / SHARED_PASS_MAX * (SHARED_PASS_MAX / 4 + 1);
+    let time = |units: u32| match units % SHARED_PASS_MAX {
+        0 => passes(units),
+        rest => passes(units) + 2 * rest.div_ceil(SHARED_UNITS) + 1,
+    };
+    let longest = (0..of_group).map(|i| units.share(i, of_group)).map(|(lo, hi)| hi - lo).max()?;
+    let shortest = (0..of_group).map(|i| units.share(i, of_group)).map(|(lo, hi)| hi - lo).min()?;
+    let with = |cut: u32| time(longest - cut).max(pieces.div_ceil(left) * time(cut));
+    let cuts = [SHARED_PASS_MAX - SHARED_UNITS, SHARED_PASS_MAX].into_iter().filter(|cut| *cut < shortest);
+    let cut = cuts.min_by_key(|cut| with(*cut)).filter(|cut| with(*cut) < time(longest))?;
+    let mut out = vec![vec![]; sms as usize];
+    let mut give = |sm: u32, group: u32, lo: u32, hi: u32| {
+        let (row, from) = (group / parts * block_rows, group % parts * n);
+        out[sm as usize].push(Share { row, rows: block_rows, lo: from + lo, hi: from + hi });
+    };
+    for i in 0..of_group {
+        let (lo, hi) = units.share(i, of_group);
+        for group in 0..groups {
+            give(group * of_group + i, group, lo, hi - cut);
+            // Pieces with the same weights one after another.
+            let piece = u64::from(i * groups + group);
+            give(pieces + (piece * u64::from(left) / u64::from(pieces)) as u32, group, hi - cut, hi);
+        }
+    }
+    Some(out)
 }
 
 /// What SMs divide in a launch: `n` units in each of `parts` parts of k.
@@ -1867,7 +1906,9 @@ pub(super) fn usual(plan: &Plan, over: Over, blocks: u32) -> Option<(u64, impl F
     let shares_most = match over {
         Over::Rows { parts: 1 } | Over::Sums { .. } | Over::Items { .. } => 0,
         Over::Rows { parts } => product(&[rows, parts]),
-        Over::Units { n, parts, .. } if u32::try_from(product(&[n, parts])).is_ok() => product(&[blocks, parts]),
+        Over::Units { n, parts, .. } if u32::try_from(product(&[n, parts])).is_ok() => {
+            product(&[blocks, parts]).saturating_add(u64::from(sms))
+        }
         Over::Units { .. } => return None,
         Over::Heads { n, rows: 1, .. } => product(&[rows, n]),
         Over::Heads { n, rows: tile, .. } => product(&[rows.checked_div(tile)?, n, sms]),

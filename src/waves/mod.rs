@@ -29,7 +29,7 @@
 //!
 //! # Sums of a chunk
 //!
-//! Of several devices a product of a chunk whose operands are both in shared memory adds to the residual itself if its launch is long enough for one part of k ([`Target::Sums`]), and
+//! A product of a chunk whose operands are both in shared memory adds to the residual itself if its launch is long enough for one part of k ([`Target::Sums`]), and
 //! leaves the input of the next product: the residual times the weight of the norm. The factor of the norm follows from sums of squares by groups of columns
 //! ([`Layout::Squares`]), and multiplies what the next product makes of it. So no wave reads whole rows.
 //!

@@ -307,6 +307,24 @@ fn blessed(name: &str, found: &str) {
     assert_eq!(found.lines().count(), expected.lines().count(), "{name}; `BLESS=1` writes what is found");
 }
 
+/// Of five pairs of SMs and two pairs of row blocks, the fifth one takes the last 24 of each 128 units.
+#[test]
+fn pairs_that_are_left_take_the_last_units_of_every_share() {
+    let mut target = small();
+    target.spec.sm_count = 10;
+    let validated = kernel(&of_size("families/llama-gqa", 128, Some(1024)).graph, &target);
+    let proven = proven(&validated, &target, Form::Chunk, 512).unwrap();
+    let gate_up = proven.plan().divisions.iter().find(|division| matches!(division.over, Over::Units { n: 256, .. }));
+    let of_sms = |blocks: usize| {
+        let of_sm = |shares: &Vec<Share>| shares.iter().map(|share| share.hi - share.lo).collect::<Vec<_>>();
+        gate_up.unwrap().shares[blocks - 1].iter().map(of_sm).collect::<Vec<_>>()
+    };
+    let (most, left) = (vec![104; 1], vec![24; 4]);
+    assert_eq!(of_sms(4), [vec![most; 8], vec![left; 2]].concat());
+    // With one pair of row blocks none is left.
+    assert_eq!(of_sms(2).concat().into_iter().max(), Some(52));
+}
+
 /// A model that loses or gains a kernel changes this file; `BLESS=1` writes it again.
 #[test]
 fn wave_plans_match_golden() {
