@@ -3087,11 +3087,14 @@ fn a_generated_tail_decides_what_its_model_does() {
         ("families/gemma3", FormatPlan::default()),
         ("families/qwen3", codes("int4:32", "int8")),
         ("families/starcoder2", FormatPlan::default()),
+        ("families/llama-gqa", FormatPlan::default()),
     ] {
         let ((_folder, imported), target) = (stored(&wide(name)), small());
         let imported = rounded(imported, &plan);
         let validated = kernel(&imported.graph, &target);
         let both = with_tail(&validated, &target, 256, 16).unwrap();
+        let leaves_input = |wave: &Wave| matches!(wave.action, Action::MatMul { target: Written::Sums { .. }, .. });
+        assert_eq!(both.chunk().plan().waves.iter().any(leaves_input), name == "families/llama-gqa", "{name}");
         let shape = Shape::of(&validated.schedule().program).unwrap();
         let page_of: Vec<u32> = (0..shape.blocks()).map(|block| (block * 7 + 5) % shape.pages).collect();
         let text = tokens(&imported, 142);
