@@ -238,17 +238,26 @@ impl Reader<'_> {
 
     /// Entries with one op number run the same code. So everything that entries do not have must be constant among their grids.
     fn same_kernel(&self, a: &Grid, b: &Grid) -> Said {
-        let parts = |o: &Operand| match o.rows {
-            Rows::Lookup(table) => self.schedule.program.tables[table.index()].bound,
+        // A product over all slots of a choice has the code of one over as many inputs: its loader brings unit by unit what the slots chose.
+        let slots = |grid: &Grid| match &grid.op {
+            Op::MatVec(m) => m.slots,
+            _ => 1,
+        };
+        let op = |grid: &Grid| match &grid.op {
+            Op::MatVec(m) => Op::MatVec(MatVec { k: m.k * m.slots, slots: 1, ..*m }),
+            other => other.clone(),
+        };
+        let parts = |grid: &Grid, o: &Operand| match o.rows {
+            Rows::Lookup(table) if slots(grid) == 1 => self.schedule.program.tables[table.index()].bound,
             _ => 1,
         };
         let shape = |grid: &Grid| -> Vec<(Role, DType, Option<Format>, u32, u32, u32)> {
             let of = |o: &Operand| {
                 let buffer = self.buffer(o);
                 // An entry names the row of the table, and the place of all; how far columns go on is in the code.
-                (o.role, buffer.dtype, buffer.coded, o.cols.len, o.cols.limit - o.cols.base, parts(o))
+                (o.role, buffer.dtype, buffer.coded, o.cols.len, o.cols.limit - o.cols.base, parts(grid, o))
             };
-            grid.operands.iter().map(of).collect()
+            grid.operands.iter().filter(|o| o.role != Role::Choices || slots(grid) == 1).map(of).collect()
         };
         // From the gate of one row to that of the next; and where gates begin, if an entry names their buffer alone.
         let several = self.schedule.program.rows > 1;
@@ -256,7 +265,7 @@ impl Reader<'_> {
             let first = |gate: &Operand| if matches!(grid.op, Op::GroupNorm(_)) { gate.cols.base } else { 0 };
             grid.operand(Role::Gate).map(|gate| (several.then(|| self.buffer(gate).cols), first(gate)))
         };
-        expect(a.op == b.op && a.n == b.n && shape(a) == shape(b) && pitch(a) == pitch(b), || {
+        expect(op(a) == op(b) && a.n == b.n && shape(a) == shape(b) && pitch(a) == pitch(b), || {
             format!("shares the code of `{}`, which is another op", a.name)
         })
     }
@@ -267,6 +276,9 @@ impl Reader<'_> {
                 let Some(weight) = grid.operand(Role::Weight) else { return Err("has no matrix".to_string()) };
                 let unit = unit_bytes(self.buffer(weight), m);
                 let bytes = unit * u64::from(task.hi - task.lo) * u64::from(m.slots);
+                // The code counts granules through all slots, so each slot ends with a whole one.
+                let all = unit_bytes(self.buffer(weight), &MatVec { k: m.k * m.slots, slots: 1, ..*m });
+                expect(all == unit * u64::from(m.slots), || format!("has slots of {unit} bytes in units of {all}"))?;
                 let (begin, rest) = (self.place(weight) + u64::from(task.lo) * unit, u64::from(said.splits >> 16));
                 expect(u64::from(said.head_j) * 256 + rest == begin && rest < 256, || {
                     format!("begins at {} * 256 + {rest}, not at byte {begin}", said.head_j)

@@ -12,7 +12,7 @@ use monobloc::ir::table::{Holds, Table, TableHome};
 use monobloc::ir::variant::Variant;
 use monobloc::ir::{BufferId, EventId, GridId, TableId};
 use monobloc::model::graph::{NormKind, QkNormSpan};
-use monobloc::target::{DotMechanism, Target, TargetKind};
+use monobloc::target::{CopyMechanism, DotMechanism, Target, TargetKind};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Columns `lo..hi` of one row of a buffer.
@@ -1742,7 +1742,10 @@ fn shared_memory(s: &Schedule, target: &Target) -> Result<(), Fault> {
     }
     for regime in &s.regimes {
         for queue in &regime.queues {
-            if target.kind == TargetKind::Cuda {
+            // All entries of a queue, or 64 in two halves (`Queue` of kernels/runtime/kernel.cuh), where a block copies while it works.
+            let halves = target.spec.copy != CopyMechanism::Plain
+                && parts.get("queue").is_some_and(|p| p.1 - p.0 == 2 * 32 * 64);
+            if target.kind == TargetKind::Cuda && !halves {
                 need("queue", queue.len() as u64 * 64);
             }
             // The columns of the residual on an SM are contiguous from its first column on.
