@@ -1076,6 +1076,9 @@ pub struct Show {
     /// Target to show it for [default: the manifest's first]
     #[arg(long, value_name = "NAME")]
     pub target: Option<String>,
+    /// Of the steps of several sequences, show those of this number of rows [default: 32]
+    #[arg(long, value_name = "N")]
+    pub rows: Option<u32>,
     /// Print one JSON object with the text
     #[arg(long)]
     pub json: bool,

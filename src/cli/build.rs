@@ -234,7 +234,7 @@ pub fn show(session: &Session, asked: &Show) -> Result<Outcome, Fault> {
     let manifest = session.manifest(&asked.manifest, asked.target.as_deref())?;
     let target = pick_target(&manifest, asked.target.as_deref())?;
     let workspace = session.workspace(Talk::Work)?;
-    let text = pipeline::show(&workspace, &manifest, &target, &asked.stage)?;
+    let text = pipeline::show(&workspace, &manifest, &target, &asked.stage, asked.rows)?;
     if asked.json {
         session.terminal.print_json(&json!({ "stage": asked.stage, "target": target.name, "text": text }))?;
         return Ok(Outcome::Done);

@@ -7,7 +7,7 @@ use crate::codegen::abi::{Entry as QueueEntry, StreamRun, encode};
 use crate::codegen::emit::{Trace, emit};
 use crate::codegen::waves;
 use crate::cuda::cubin::KernelResources;
-use crate::defaults::rows::Room;
+use crate::defaults::rows::{Room, STEP_ROWS};
 use crate::error::Fault;
 use crate::ir::layout::{pack_bytes, streamed_bytes};
 use crate::ir::print::{print, print_program};
@@ -59,6 +59,9 @@ pub const SHOW_STAGES: [&str; 17] = [
     "splits",
     "splits-source",
 ];
+
+/// Stages of which there is a kernel for each number of rows.
+const STEPS_STAGES: [&str; 4] = ["steps", "steps-source", "splits", "splits-source"];
 
 /// Says for every stage whether a build would run it, and which line of its key changed. Runs nothing but the import of
 /// headers, and the digest of weight files that were not read yet.
@@ -117,9 +120,17 @@ fn explain_stage(workspace: &Workspace, target: &str, keyed: &Keyed, subject: &s
 
 /// The text of a stage for people; builds what it needs up to there.
 ///
+/// `rows`: of the stages in [`STEPS_STAGES`], the rows of the kernel that is shown; the fewest if there is none.
+///
 /// # Errors
-/// An unknown stage; a stage that the target does not have; faults of the stages before it.
-pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: &str) -> Result<String, Fault> {
+/// An unknown stage; a stage that the target does not have; rows of which it has no kernel; faults of the stages before it.
+pub fn show(
+    workspace: &Workspace,
+    manifest: &Manifest,
+    target: &Target,
+    stage: &str,
+    rows: Option<u32>,
+) -> Result<String, Fault> {
     if !SHOW_STAGES.contains(&stage) {
         let fault = Fault::input(format!("unknown stage `{stage}`: expected {}", one_of(SHOW_STAGES)));
         return Err(match nearest(stage, SHOW_STAGES) {
@@ -130,6 +141,7 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
     if stage == "manifest" {
         return Ok(format!("name {:?}\n{}", manifest.name, manifest.key_text()));
     }
+    refuse_rows(manifest, target, stage, rows)?;
     if ["rows-source", "waves", "waves-source", "splits", "splits-source"].contains(&stage) {
         invariant::refuse(manifest, target, &format!("kernel for `show {stage}`"), "name `steps` or `steps-source`")?;
     }
@@ -181,21 +193,21 @@ pub fn show(workspace: &Workspace, manifest: &Manifest, target: &Target, stage: 
             Ok(plan.all().into_iter().map(|(_, proven)| waves::emit(proven, target, Trace::Off).text).collect())
         }
         "steps" => {
-            let StepsKernel { validated, rows, knobs, .. } = steps_batch(&context)?;
+            let StepsKernel { validated, rows, knobs, .. } = steps_batch(&context, rows)?;
             Ok(print_plans(validated.schedule(), [plan_steps(target, &validated, rows, &knobs)?.plan()]))
         }
         "steps-source" => {
             needs_kernel(target, stage)?;
-            let StepsKernel { validated, rows, knobs, .. } = steps_batch(&context)?;
+            let StepsKernel { validated, rows, knobs, .. } = steps_batch(&context, rows)?;
             Ok(waves::emit(&plan_steps(target, &validated, rows, &knobs)?, target, Trace::Off).text)
         }
         "splits" => {
-            let StepsKernel { validated, rows, .. } = steps_batch(&context)?;
+            let StepsKernel { validated, rows, .. } = steps_batch(&context, rows)?;
             Ok(print_plans(validated.schedule(), [plan_ragged(target, &validated, rows)?.plan()]))
         }
         "splits-source" => {
             needs_kernel(target, stage)?;
-            let StepsKernel { validated, rows, .. } = steps_batch(&context)?;
+            let StepsKernel { validated, rows, .. } = steps_batch(&context, rows)?;
             Ok(waves::emit(&plan_ragged(target, &validated, rows)?, target, Trace::Off).text)
         }
         _ => Ok(why_text(&context, &model.keyed)),
@@ -223,10 +235,33 @@ fn chunk_plan<'a>(context: &BuildContext<'_>, validated: &'a Validated) -> Resul
     plan_prompts(context.target, validated, &knobs)
 }
 
-/// What runs steps of 32 rows, with room for one context of each.
-fn steps_batch(context: &BuildContext<'_>) -> Result<StepsKernel, Fault> {
-    let positions = u64::from(STEP_ROWS_MIN) * u64::from(context.manifest.decode.context_max);
-    let room = Room { rows: STEP_ROWS_MIN, sequences: STEP_ROWS_MIN, positions };
+/// Refuses rows for a stage that has no kernel for steps of several, and numbers for which there is none.
+fn refuse_rows(manifest: &Manifest, target: &Target, stage: &str, rows: Option<u32>) -> Result<(), Fault> {
+    let Some(rows) = rows else { return Ok(()) };
+    if !STEPS_STAGES.contains(&stage) {
+        let fault = Fault::input(format!("`show {stage}` has no kernel for steps of several rows"));
+        return Err(fault.with_remedy(format!("leave `--rows` out, or name {}", one_of(STEPS_STAGES))));
+    }
+    if invariant::is_asked(manifest, target) {
+        let fault = Fault::input("`batch_invariant` has its kernels shown together, whatever their rows".to_string());
+        return Err(fault.with_remedy("leave `--rows` out"));
+    }
+    let kernels: Vec<u32> = STEP_ROWS.into_iter().filter(|rows| *rows >= STEP_ROWS_MIN).collect();
+    if !kernels.contains(&rows) {
+        let all: Vec<String> = kernels.iter().map(u32::to_string).collect();
+        return Err(Fault::input(format!(
+            "no wave kernel for steps of {rows} rows: expected {}",
+            one_of(all.iter().map(String::as_str))
+        )));
+    }
+    Ok(())
+}
+
+/// What runs steps of `rows` rows, with room for one context of each; of the fewest that wave kernels have if there is no number.
+fn steps_batch(context: &BuildContext<'_>, rows: Option<u32>) -> Result<StepsKernel, Fault> {
+    let rows = rows.unwrap_or(STEP_ROWS_MIN);
+    let positions = u64::from(rows) * u64::from(context.manifest.decode.context_max);
+    let room = Room { rows, sequences: rows, positions };
     StepsKernels::new(context, &context.candidate()).of(room)
 }
 

@@ -241,7 +241,7 @@ mod tests {
         let target = &manifest.targets[0];
         let model = import_stage(&workspace, &manifest).expect("a model");
         let context = BuildContext::new(&workspace, &manifest, target, &model).expect("a context");
-        let shown = |stage: &str| show(&workspace, &manifest, target, stage).expect("a plan");
+        let shown = |stage: &str| show(&workspace, &manifest, target, stage, None).expect("a plan");
         let defaults = ["waves", "steps", "candidate"].map(shown);
         let found = |kernel, text: &str| {
             let key = Digest::of(text.as_bytes());

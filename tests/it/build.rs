@@ -313,7 +313,7 @@ fn explain_names_what_would_run_and_the_line_that_changed() {
 fn every_stage_can_be_shown() {
     let bench = Bench::new();
     let (workspace, manifest) = (bench.workspace(), bench.manifest(TINY));
-    let shown = |stage: &str| show(&workspace, &manifest, &manifest.targets[0], stage);
+    let shown = |stage: &str| show(&workspace, &manifest, &manifest.targets[0], stage, None);
     bench.build(TINY);
     for (stage, expected) in [
         ("manifest", "decode.context_max 48"),
@@ -332,7 +332,7 @@ fn every_stage_can_be_shown() {
     assert!(shown("schedul").expect_err("unknown").to_string().contains("did you mean `schedule`?"));
     // The kernel of a GPU that this machine does not have.
     let h200 = monobloc::target::Target::builtin("h200").expect("builtin");
-    let source = show(&workspace, &manifest, &h200, "source").unwrap_or_else(|fault| panic!("{fault}"));
+    let source = show(&workspace, &manifest, &h200, "source", None).unwrap_or_else(|fault| panic!("{fault}"));
     assert!(source.contains("persistent<Machine, Dispatch>"), "{source}");
 }
 
@@ -345,7 +345,7 @@ fn kernels_do_not_depend_on_the_name_of_a_manifest() {
         let text = TINY.replace("[model]", &format!("name = {name:?}\n[model]")).replace("path:MODEL", &config);
         let text = text.replace("\"fp32\"", "\"bf16\"").replace("context_max = 48", "context_max = 128");
         let target = monobloc::target::Target::builtin("h200").expect("builtin");
-        show(&bench.workspace(), &bench.manifest(&text), &target, stage)
+        show(&bench.workspace(), &bench.manifest(&text), &target, stage, None)
             .unwrap_or_else(|fault| panic!("{stage}: {fault}"))
     };
     for stage in ["source", "rows-source", "waves-source", "steps-source"] {

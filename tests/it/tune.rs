@@ -388,7 +388,7 @@ impl Fake {
         let report = Report::to_writer(Box::new(notes));
         let workspace = Workspace { cache, report, trials: self.trials.clone() };
         let target = self.manifest.targets[0].clone();
-        let default = pipeline::show(&workspace, &self.manifest, &target, "candidate").unwrap();
+        let default = pipeline::show(&workspace, &self.manifest, &target, "candidate", None).unwrap();
         let child = |_: &monobloc::target::Target| {
             let mut command = Command::new("sh");
             command.arg(self.place.path("fake.sh")).current_dir(self.place.path(""));

@@ -21,13 +21,27 @@ fn place() -> (tempfile::TempDir, Place) {
 #[test]
 fn plans_that_are_shown_are_proven() {
     let (_folder, place) = place();
-    for (stage, said) in [("waves", "; 2 plans of "), ("steps", "; 1 plan of ")] {
+    let shown = [
+        ("waves", "\nwaves chunk ", "; 2 plans of "),
+        ("steps", "\nwaves steps rows=32 ", "; 1 plan of "),
+        ("steps --rows 128", "\nwaves steps rows=128 ", "; 1 plan of "),
+    ];
+    for (stage, plan, said) in shown {
         let shown = place.run(&format!("show {stage} m.toml")).code(0).stdout;
-        assert!(shown.starts_with("mkir 2\n") && shown.contains("\nwaves "), "{stage}: {shown}");
+        assert!(shown.starts_with("mkir 2\n") && shown.contains(plan), "{stage}: {shown}");
         fs::write(place.path("mine.mkir"), shown).unwrap();
         let verdict = place.run("validate mine.mkir").code(0);
         assert!(verdict.stdout.starts_with("proven: ") && verdict.stdout.contains(said), "{verdict:#?}");
     }
+}
+
+#[test]
+fn rows_without_a_kernel_are_not_shown() {
+    let (_folder, place) = place();
+    place.run("show steps m.toml --rows 48").refused(&["no wave kernel for steps of 48 rows", "`32`, `64` or `128`"]);
+    place
+        .run("show waves m.toml --rows 64")
+        .refused(&["`show waves` has no kernel for steps of several rows", "`steps`"]);
 }
 
 #[test]
