@@ -485,9 +485,10 @@ struct WaveFill {
 // out          GATED, CLAMPED: 4 columns for each unit; ACT: one for each row of W; like x, times 2^OUT_POWER. STORE: (places, ROWS) bf16
 //
 // owner    of an item, which is a tile and a part of the units: the block that draws its ticket. SMs read at different speeds, up to a sixth of the time of a wave apart. The
-//          tiles of an expert follow one another within a part, so blocks read the same weights at the same time. In a step the last items have a ticket for each half. Without
-//          TICKETS each block has one item of each round, at another place in the next round: tiles with many and with few rows alternate
-// assumes  the first warp of each loader has met before it reads the groups
+//          tiles of an expert follow one another within a part, so blocks read the same weights at the same time. In a step the last items may have a ticket for each half.
+//          Without TICKETS each block has one item of each round, at another place in the next round: tiles with many and with few rows alternate
+// assumes  the first warp of each loader has met before it reads the groups. If what left x is another product of them (MET), it has met before that one, so it copies weights before
+//          the blocks meet again
 //
 // A warp has two units of each 16, as by warpgroups in matmul.cuh. Chunks are multiplied by warpgroups. Steps are by warps, which do not wait for each other: most of their tiles
 // have a few rows, for which the instruction of a warpgroup takes as long as for many. Places without a row are multiplied, too, and not stored.
@@ -516,8 +517,9 @@ struct WaveExperts {
   // In a slot: of one chunk, and from eight places to the next.
   static constexpr u32 CHUNK_BYTES = M::STEPS ? SPANS * X::SPAN_BYTES : INPUT_BYTES, EIGHT_BYTES = M::STEPS ? TOGETHER * CHUNK_BYTES : X::EIGHT_BYTES;
 
-  // Items that have several tickets: the last LAST, of GRAIN units each.
-  static constexpr int SPLITS = M::STEPS && PASS >= 4 ? 2 : 1, GRAIN = ceil_div(PASS, SPLITS), LAST = M::SMS * 3 / 2;
+  // Items that have several tickets: the last LAST, of GRAIN units each. Half an item fills half of a slot, so none are halved where few slots are on their way at once. Nor are items
+  // of codes: their arithmetic binds, and of half an item it takes as long.
+  static constexpr int SPLITS = M::STEPS && !Codes::CODED && M::WEIGHT_SLOTS >= 4 && PASS >= 4 ? 2 : 1, GRAIN = ceil_div(PASS, SPLITS), LAST = M::SMS * 3 / 2;
   // Chunks after which the loader draws the ticket of the next item, and after which it tells the other warps of the block.
   static constexpr int DRAWN = UNIT_CHUNKS / 2 / TOGETHER * TOGETHER, TOLD = DRAWN + TOGETHER < UNIT_CHUNKS ? DRAWN + TOGETHER : DRAWN;
 
@@ -551,10 +553,10 @@ struct WaveExperts {
   static __device__ __forceinline__ int places_multiplied(const Item& item) { return item.rows <= FEW ? FEW : item.rows <= SOME ? SOME : G::TILE; }
 
   // ---- the loader ----------------------------------------------------------------------------------------------------
-  // Which weights they are is known once all blocks have met.
+  // Which weights they are is known once all blocks have met, in this wave or in one before.
   template <class R>
   static __device__ __forceinline__ void load(WaveLoader<M, R>& l, const Wave& e) {
-    l.meet();
+    if (R::FIRST == 0 || !G::MET) l.meet();
     if (l.lost()) return;
     if (R::FIRST != 0 && G::BOXED && l.part == 0 && l.lane == 0 && l.step == 0) l.see_box(e.boxes), l.see_box(e.boxes + 1);
     const Items items(l.p, e);

@@ -390,7 +390,7 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
         (Action::Fill { out, .. }, Op::MatVec(m)) => {
             ("WaveFill", format!("int K = {}\nint TILE = {}\n", m.k, tiling_of(plan, *out).rows))
         }
-        (Action::Experts { x, pass, chunk, tickets, .. }, Op::MatVec(m)) => {
+        (Action::Experts { x, groups, pass, chunk, tickets, .. }, Op::MatVec(m)) => {
             let (tile, boxed) = (tiling_of(plan, *x).rows, !wave.boxes.is_empty());
             let biased = grid.operand(Role::Bias).is_some();
             let (rows, k, unit_rows) = (m.rows, m.k, m.unit_rows);
@@ -401,8 +401,11 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
                 output_power(proven, wave),
                 epilogue_members(m.epilogue)
             );
-            let template = if plan.machine.products == Products::Shared { "WaveExpertsShared" } else { "WaveExperts" };
-            (template, members + &coding_members(schedule.program.format_of(grid)))
+            let members = members + &coding_members(schedule.program.format_of(grid));
+            match plan.machine.products {
+                Products::Shared => ("WaveExpertsShared", members),
+                _ => ("WaveExperts", format!("{members}bool MET = {}\n", knows_groups(plan, wave, *x, *groups))),
+            }
         }
         (Action::Combine { slots, .. }, Op::Combine(combine)) => {
             let members = format!("int WIDTH = {}\nfloat SCALE = {}\n", combine.width, Float(combine.scale));
@@ -462,6 +465,17 @@ fn class_of(proven: &Proven<'_>, wave: &PlanWave) -> (&'static str, String) {
         }
         _ => unreachable!("prove: waves are those of the ops of their grids"),
     }
+}
+
+/// Whether all blocks have met since `groups` were written, before they meet before `wave`: another product of these groups has left `x`.
+fn knows_groups(plan: &Plan, wave: &PlanWave, x: WorkId, groups: WorkId) -> bool {
+    let writes = |of: &PlanWave, id: WorkId| of.action.accesses().1.contains(&id);
+    let earlier = plan.waves.iter().take_while(|of| !std::ptr::eq(*of, wave));
+    let mut since: Vec<&PlanWave> = earlier.collect();
+    since.drain(..since.iter().rposition(|of| writes(of, x)).unwrap_or(since.len()));
+    let product = since.first().map(|of| &of.action);
+    matches!(product, Some(Action::Experts { groups: of, .. }) if *of == groups)
+        && !since.iter().any(|of| writes(of, groups))
 }
 
 /// Members of a wave of a net that reads `x`, and maybe its scalars.

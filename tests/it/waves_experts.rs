@@ -4,6 +4,8 @@ use std::fs;
 
 use computed::executor::{Rows, expected};
 use monobloc::candidate::Candidate;
+use monobloc::codegen::emit::Trace;
+use monobloc::codegen::waves::emit;
 use monobloc::defaults::rows::{Room, place_rows};
 use monobloc::format::FormatPlan;
 use monobloc::model::config::{Imported, import_config_only};
@@ -121,6 +123,17 @@ fn a_proven_plan_of_steps_of_experts_decides_what_its_model_does() {
         let proven = proven(&validated, &target, Form::Steps, 32).unwrap();
         run_steps(&imported, &validated, proven.plan(), seed);
     }
+}
+
+/// A loader copies weights before the blocks meet only where another product of the same groups came before.
+#[test]
+fn first_products_of_groups_wait_for_them() {
+    let target = small();
+    let validated = batch(&mixture("experts/qwen3-moe").graph, &target).unwrap();
+    let source = emit(&proven(&validated, &target, Form::Steps, 32).unwrap(), &target, Trace::Off).text;
+    let said: Vec<&str> =
+        source.lines().filter_map(|line| line.trim().strip_prefix("static constexpr bool MET = ")).collect();
+    assert_eq!(said, ["false;", "true;"]);
 }
 
 /// A tail begins with the sum over slots that its chunk leaves.
