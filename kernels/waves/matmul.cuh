@@ -1157,7 +1157,7 @@ struct WaveMatMul {
     const bool ups = t >= 2;
     const int mine = row + (ups ? 8 : 0);
     if constexpr (everywhere<M, G>() && !G::PLAIN) {
-      if (here == BOX_UNITS && unit % 2 == 0) return give_units(c, e, part, unit, row, t, d);
+      if (here >= BOX_UNITS && unit % 2 == 0) return give_units(c, e, part, unit, row, t, d);
     }
 #pragma unroll
     for (u32 i = 0; i < BOX_UNITS; i++) {
