@@ -138,10 +138,10 @@ pub fn show(
             None => fault,
         });
     }
+    refuse_rows(manifest, target, stage, rows)?;
     if stage == "manifest" {
         return Ok(format!("name {:?}\n{}", manifest.name, manifest.key_text()));
     }
-    refuse_rows(manifest, target, stage, rows)?;
     if ["rows-source", "waves", "waves-source", "splits", "splits-source"].contains(&stage) {
         invariant::refuse(manifest, target, &format!("kernel for `show {stage}`"), "name `steps` or `steps-source`")?;
     }
