@@ -689,14 +689,16 @@ struct WaveAttention {
   // results of teams of warps use the same place later: for each head the largest score, the sum, and the values.
   static constexpr int QUERY_BYTES = G::DIM * 2 + 16, GATES_AT = QUERIES * QUERY_BYTES + 2 * ROW, GATE_HEADS = GATED_OF<G> ? QUERIES : 0;
   static constexpr int OWN_BYTES = round_up(GATES_AT + GATE_HEADS * G::DIM * 2, 128);
-  static constexpr int TASKS_MOST = M::SCRATCH_BYTES / 4 / OWN_BYTES, TASKS = TASKS_MOST < 1 ? 1 : TASKS_MOST < int(SHARES_HELD) ? TASKS_MOST : int(SHARES_HELD);
-  static constexpr int AFTER_OWN = TASKS * OWN_BYTES, LEFT = QUERIES * (G::DIM + 2), ROOM = (M::SCRATCH_BYTES - AFTER_OWN) / 4 / LEFT;
-  static constexpr int TEAM = T::TEAM, TEAMS = M::WARPS / TEAM;
+  static constexpr int TEAM = T::TEAM, TEAMS = M::WARPS / TEAM, LEFT = QUERIES * (G::DIM + 2);
+  // What lies after the tasks: the results of all teams, or keys and values of a STEP. `tile` reads all of it even if only one position is there.
+  static constexpr int NEW_BYTES = 2 * STEP * ROW, AFTER_BYTES = TEAMS * LEFT * 4 < NEW_BYTES ? NEW_BYTES : TEAMS * LEFT * 4;
+  // Tasks whose own rows are computed at once. Teams then read the histories of several of them side by side.
+  static constexpr int TASKS_MOST = M::SCRATCH_BYTES < AFTER_BYTES + OWN_BYTES ? 1 : (M::SCRATCH_BYTES - AFTER_BYTES) / OWN_BYTES, TASKS = TASKS_MOST < 8 ? TASKS_MOST : 8;
+  static constexpr int AFTER_OWN = TASKS * OWN_BYTES, ROOM = (M::SCRATCH_BYTES - AFTER_OWN) / 4 / LEFT;
   static constexpr int TAKERS = ROOM < TEAMS ? ROOM : TEAMS; // teams that take STEPs in turn
   static constexpr int ALONE = TILE < 64 ? 64 : TILE; // the longest history that one team reads alone, in positions
   static_assert(TAKERS > 0, "a team's part of a row meets those of others");
-  // `tile` reads STEP positions even if only one is there.
-  static_assert(AFTER_OWN + 2 * STEP * ROW <= M::SCRATCH_BYTES, "new positions have room");
+  static_assert(AFTER_OWN + NEW_BYTES <= M::SCRATCH_BYTES, "new positions have room");
 
   struct Task {
     // The task has positions `begin` to `limit` of the history. `lead` is the number of earlier rows of the sequence in this step. Positions before

@@ -574,28 +574,28 @@ struct WaveMatMul {
       if (exists) argmax_take(best, best_id, score, id + i);
     }
   }
-  // Leaves the best that a warp has found in its place of scratch; with `adds` the better of both.
-  static __device__ __forceinline__ void leave_best(const WaveContext<M>& c, const Warp& at, Best& best, bool adds) {
+  // Leaves the best of a tile's rows that a warp has found in its place of scratch; with `adds` the better of both.
+  static __device__ __forceinline__ void leave_best(const WaveContext<M>& c, const Warp& at, int tile, float (&score)[2], int (&id)[2], bool adds) {
     BestLogit* met = reinterpret_cast<BestLogit*>(c.scratch()); // [groups of units and k][row]
     static_assert(M::BLOCK_ROWS * UNIT_GROUPS * K_GROUPS * sizeof(BestLogit) <= M::SCRATCH_BYTES, "the best of all groups meet");
 #pragma unroll
-    for (int m = 0; m < ROW_TILES; m++)
+    for (int h = 0; h < 2; h++) {
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        float& score = best.score[m][h];
-        int& id = best.id[m][h];
-#pragma unroll
-        for (int o = 1; o < 4; o <<= 1) {
-          const float v = __shfl_xor_sync(~0u, score, o * COLUMN_LANES);
-          const int i = __shfl_xor_sync(~0u, id, o * COLUMN_LANES);
-          argmax_take(score, id, v, i);
-        }
-        if (pair_of(at.lane) == 0) {
-          BestLogit& to = met[(at.units_at * K_GROUPS + at.k_at) * M::BLOCK_ROWS + (at.tiles_at + m) * 16 + h * 8 + row_of(at.lane)];
-          if (adds) argmax_take(score, id, to.score, to.id);
-          to = BestLogit{score, id};
-        }
+      for (int o = 1; o < 4; o <<= 1) {
+        const float v = __shfl_xor_sync(~0u, score[h], o * COLUMN_LANES);
+        const int i = __shfl_xor_sync(~0u, id[h], o * COLUMN_LANES);
+        argmax_take(score[h], id[h], v, i);
       }
+      if (pair_of(at.lane) == 0) {
+        BestLogit& to = met[(at.units_at * K_GROUPS + at.k_at) * M::BLOCK_ROWS + (at.tiles_at + tile) * 16 + h * 8 + row_of(at.lane)];
+        if (adds) argmax_take(score[h], id[h], to.score, to.id);
+        to = BestLogit{score[h], id[h]};
+      }
+    }
+  }
+  static __device__ __forceinline__ void leave_best(const WaveContext<M>& c, const Warp& at, Best& best, bool adds) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) leave_best(c, at, m, best.score[m], best.id[m], adds);
   }
   // Stores the block's best logit of each row, over all its passes and shares.
   static __device__ __forceinline__ void tell_best(WaveContext<M>& c, const Wave& e, const Warp& at, Best& best) {
@@ -627,9 +627,50 @@ struct WaveMatMul {
     else
       multiply_pass<N>(c, passes, at, 0, d);
     if constexpr (G::PAIRED && MANY_ROWS) ends.ask(c, e, passes.part, first, here, at);
-    if constexpr (BEST_MEETS) best.begin();
-    end_pass<N>(c, e, share, passes, first, here, at, best, squares, is_first, d, ends);
-    if constexpr (BEST_MEETS) leave_best(c, at, best, true);
+    if constexpr (BEST_MEETS && G::TILES) {
+      end_logits<N>(c, e, share, passes.part, first, here, at, squares, is_first, d);
+    } else {
+      if constexpr (BEST_MEETS) best.begin();
+      end_pass<N>(c, e, share, passes, first, here, at, best, squares, is_first, d, ends);
+      if constexpr (BEST_MEETS) leave_best(c, at, best, true);
+    }
+  }
+  // Logits of many tiles of rows: a loop in which sums move down. As straight code they would be half of the kernel, whose instructions would be fetched from
+  // memory once a step.
+  template <int N>
+  static __device__ __forceinline__ void end_logits(WaveContext<M>& c, const Wave& shared, const Share& share, u32 part, u32 first, u32 here, const Warp& at, const Squares& squares, bool is_first,
+                                                    float (&d)[ROW_TILES][N][4]) {
+    leave_first_factors(c, squares, is_first);
+    const Wave e = shared; // in registers for the loop
+    const int g = row_of(at.lane), t = pair_of(at.lane);
+#pragma unroll 1
+    for (int m = 0; m < ROW_TILES; m++) {
+      float score[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
+      int id[2] = {0x7fffffff, 0x7fffffff};
+      const int row = int(share.row) + (at.tiles_at + m) * 16 + g;
+#pragma unroll
+      for (int i = 0; i < N; i++) {
+        const u32 unit = u32(i * UNIT_GROUPS + at.units_at);
+        if (unit >= here) continue;
+        finish(c, e, part, first + unit, row, t, make_float2(d[0][i][0], d[0][i][1]), score[0], id[0]);
+        finish(c, e, part, first + unit, row + 8, t, make_float2(d[0][i][2], d[0][i][3]), score[1], id[1]);
+      }
+      leave_best(c, at, m, score, id, true);
+#pragma unroll
+      for (int k = 0; k + 1 < ROW_TILES; k++)
+#pragma unroll
+        for (int i = 0; i < N; i++)
+#pragma unroll
+          for (int j = 0; j < 4; j++) d[k][i][j] = d[k + 1][i][j];
+    }
+  }
+  // Of the first pass: the factors that its rows lack.
+  static __device__ __forceinline__ void leave_first_factors(WaveContext<M>& c, const Squares& squares, bool is_first) {
+    if constexpr (G::FACTOR)
+      if (is_first) {
+        if constexpr (Squares::HELD) squares.leave_factors(c);
+        if (K_GROUPS == 1) c.barrier(); // groups of k meet in any case
+      }
   }
   // Multiplies chunks, all but the first `done`, which must be whole turns.
   template <int N>
@@ -666,11 +707,7 @@ struct WaveMatMul {
   template <int N, class Ends>
   static __device__ __forceinline__ void end_pass(WaveContext<M>& c, const Wave& e, const Share& share, const Passes& passes, u32 first, u32 here, const Warp& at, Best& best, const Squares& squares,
                                                   bool is_first, const float (&d)[ROW_TILES][N][4], const Ends& ends) {
-    if constexpr (G::FACTOR)
-      if (is_first) {
-        if constexpr (Squares::HELD) squares.leave_factors(c);
-        if (K_GROUPS == 1) c.barrier(); // groups of k meet in any case
-      }
+    leave_first_factors(c, squares, is_first);
     if constexpr (G::PAIRED) return end_pair<N>(c, e, passes.part, first, here, at, d, ends);
     const int g = row_of(at.lane), t = pair_of(at.lane);
     const auto done = [&](int m, int i, const float4& v) {
