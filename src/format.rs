@@ -93,11 +93,6 @@ impl SixBits {
 }
 
 impl Code {
-    /// The code that a byte of a granule has at `shift` (that of [`Format::place`]), after [`Code::gathered`].
-    pub fn loaded(self, byte: u8, shift: u32) -> u8 {
-        if self.bits() == 4 { byte >> shift & 15 } else { byte }
-    }
-
     /// Names how the bits of codes lie in a granule, where they once lay otherwise: a pack of another version has the same places.
     pub fn layout(self) -> &'static [u8] {
         if self == Code::E2m1 { b"spread" } else { b"" }
@@ -159,11 +154,20 @@ impl Code {
 
     /// The value of a code of at most 8 bits; exact.
     pub fn value(self, code: u8) -> f32 {
+        self.values()[usize::from(code)]
+    }
+
+    /// [`Code::value`] of every code.
+    pub fn values(self) -> &'static [f32; 256] {
+        static INT8: [f32; 256] = table(Code::Int8);
+        static E4M3: [f32; 256] = table(Code::E4m3);
+        static E2M1: [f32; 256] = table(Code::E2m1);
+        static UNSIGNED: [f32; 256] = table(Code::Int4);
         match self {
-            Code::Int8 => f32::from(code as i8),
-            Code::E4m3 => e4m3(code),
-            Code::E2m1 => e2m1(code),
-            Code::Int4 | Code::F32 | Code::Bf16 => f32::from(code),
+            Code::Int8 => &INT8,
+            Code::E4m3 => &E4M3,
+            Code::E2m1 => &E2M1,
+            Code::Int4 | Code::F32 | Code::Bf16 => &UNSIGNED,
         }
     }
 
@@ -544,13 +548,27 @@ impl fmt::Display for Format {
     }
 }
 
+const fn table(code: Code) -> [f32; 256] {
+    let (mut values, mut byte) = ([0.0; 256], 0);
+    while byte < 256 {
+        values[byte] = match code {
+            Code::Int8 => byte as u8 as i8 as f32,
+            Code::E4m3 => e4m3(byte as u8),
+            Code::E2m1 => e2m1(byte as u8),
+            Code::Int4 | Code::F32 | Code::Bf16 => byte as f32,
+        };
+        byte += 1;
+    }
+    values
+}
+
 /// The value of an e4m3 code: sign, 4 bits of exponent with bias 7, 3 of mantissa; only the two codes of all ones are no numbers.
-pub fn e4m3(code: u8) -> f32 {
-    let (exponent, mantissa) = (code >> 3 & 15, f32::from(code & 7));
-    let size = match (exponent, code & 7) {
+pub const fn e4m3(code: u8) -> f32 {
+    let (exponent, mantissa) = (code as u32 >> 3 & 15, code as u32 & 7);
+    let size = match (exponent, mantissa) {
         (15, 7) => f32::NAN,
-        (0, _) => mantissa * 2f32.powi(-9),
-        _ => (8.0 + mantissa) * 2f32.powi(i32::from(exponent) - 10),
+        (0, _) => mantissa as f32 / 512.0,
+        _ => f32::from_bits((exponent + 120) << 23 | mantissa << 20),
     };
     if code & 0x80 == 0 { size } else { -size }
 }
@@ -575,8 +593,8 @@ pub fn to_e4m3(value: f32) -> u8 {
 }
 
 /// The value of an e2m1 code, of its low four bits.
-pub fn e2m1(code: u8) -> f32 {
-    let size = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)];
+pub const fn e2m1(code: u8) -> f32 {
+    let size = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][code as usize & 7];
     if code & 8 == 0 { size } else { -size }
 }
 

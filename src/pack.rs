@@ -81,11 +81,12 @@ pub fn pack(schedule: &Schedule, graph: &ModelGraph, weights: &Weights) -> Resul
 
 /// Fills a whole pack: `bytes` has [`pack_bytes`] bytes, zero.
 pub fn fill(schedule: &Schedule, graph: &ModelGraph, weights: &Weights, bytes: &mut [u8]) -> Result<(), PackError> {
+    let mut row_scales = vec![];
     for Packed { id, place, bytes: length, part } in packed(schedule)? {
         let out = &mut bytes[place as usize..(place + length) as usize];
         match part {
-            PartOf::Units(matrix) => pack_units(schedule, graph, weights, id, matrix, 0, out)?,
-            PartOf::RowScales(matrix) => pack_row_scales(schedule, graph, weights, id, matrix, out)?,
+            PartOf::Units(matrix) => row_scales = pack_units(schedule, graph, weights, id, matrix, 0, out)?,
+            PartOf::RowScales => out.copy_from_slice(&row_scales),
             PartOf::Constant => pack_constant(id, &schedule.program.buffers[id.index()], graph, weights, out)?,
         }
     }
@@ -101,6 +102,7 @@ pub fn pack_pieces<E: From<PackError>>(
     mut piece: impl FnMut(u64, &[u8]) -> Result<(), E>,
 ) -> Result<(), E> {
     let mut end = 0;
+    let mut row_scales = vec![];
     for Packed { id, place, bytes, part } in packed(schedule)? {
         while end < place {
             let gap = (place - end).min(PIECE_BYTES);
@@ -113,7 +115,7 @@ pub fn pack_pieces<E: From<PackError>>(
             let mut buffer = zeros(bytes + padding)?;
             let out = &mut buffer[..bytes as usize];
             match part {
-                PartOf::RowScales(matrix) => pack_row_scales(schedule, graph, weights, id, matrix, out)?,
+                PartOf::RowScales => out.copy_from_slice(&row_scales),
                 _ => pack_constant(id, &schedule.program.buffers[id.index()], graph, weights, out)?,
             }
             piece(place, &buffer)?;
@@ -121,12 +123,14 @@ pub fn pack_pieces<E: From<PackError>>(
         };
         let units_at_once = (PIECE_BYTES / matrix.unit_bytes.max(1)).max(1);
         let mut unit = 0;
+        row_scales.clear();
         while unit < u64::from(matrix.units) {
             let units = units_at_once.min(u64::from(matrix.units) - unit);
             let last = unit + units == u64::from(matrix.units);
             let length = units * matrix.unit_bytes;
             let mut buffer = zeros(length + if last { padding } else { 0 })?;
-            pack_units(schedule, graph, weights, id, matrix, unit as u32, &mut buffer[..length as usize])?;
+            let out = &mut buffer[..length as usize];
+            row_scales.extend(pack_units(schedule, graph, weights, id, matrix, unit as u32, out)?);
             piece(place + unit * matrix.unit_bytes, &buffer)?;
             unit += units;
         }
@@ -147,8 +151,8 @@ fn zeros(bytes: u64) -> Result<Vec<u8>, PackError> {
 #[derive(Clone, Copy)]
 enum PartOf {
     Units(Matrix),
-    /// The scales of the rows of this matrix.
-    RowScales(Matrix),
+    /// The scales of the rows of the matrix before it.
+    RowScales,
     Constant,
 }
 
@@ -179,7 +183,7 @@ fn packed(schedule: &Schedule) -> Result<Vec<Packed>, PackError> {
         if let (PartOf::Units(matrix), true) = (part, buffer.format().row_scales) {
             let at = matrix.row_scales_at();
             let (place, bytes) = (place.saturating_add(at), matrix.bytes() - at);
-            all.push(Packed { id, place, bytes, part: PartOf::RowScales(matrix) });
+            all.push(Packed { id, place, bytes, part: PartOf::RowScales });
         }
     }
     all.sort_by_key(|packed| (packed.place, packed.bytes));
@@ -305,7 +309,8 @@ fn checked_row(
     Err(PackError::Row { buffer: id, name: b.name.clone(), row, tensor: graph.tensor(view.tensor).name.clone(), rows })
 }
 
-/// Fills the units of a matrix from `first` on; `out` is whole units.
+/// Fills the units of a matrix from `first` on; `out` is whole units. Returns the scales of their rows as they lie after the units of a matrix of codes:
+/// to round a row again for its scale alone would take as long.
 fn pack_units(
     schedule: &Schedule,
     graph: &ModelGraph,
@@ -314,7 +319,7 @@ fn pack_units(
     matrix: Matrix,
     first: u32,
     out: &mut [u8],
-) -> Result<(), PackError> {
+) -> Result<Vec<u8>, PackError> {
     let buffer = &schedule.program.buffers[id.index()];
     let Some(Content::Rows { parts, interleave }) = &buffer.content else {
         return Err(PackError::NoContent { buffer: id, name: buffer.name.clone() });
@@ -338,9 +343,12 @@ fn pack_units(
         same_format(id, buffer, graph, weights, parts, expected)?;
     }
     let units = out.par_chunks_exact_mut((matrix.unit_bytes as usize).max(1));
+    let scale_bytes = (matrix.unit_rows as usize * 4).max(1);
+    let mut row_scales = vec![0; units.len() * scale_bytes];
+    let units = units.zip(row_scales.par_chunks_exact_mut(scale_bytes));
     units.zip(first..matrix.units).try_for_each_init(
         || (vec![bf16::ZERO; cols], vec![0.0f32; cols], CodedRow::default()),
-        |(narrow, wide, codes), (out, u)| {
+        |(narrow, wide, codes), ((out, row_scales), u)| {
             for r in 0..matrix.unit_rows {
                 let Some((part, i)) = unit_row(parts, *interleave, matrix.unit_rows, u, r) else { continue };
                 let tensor = part.view.tensor;
@@ -349,6 +357,7 @@ fn pack_units(
                     weights.read_row_coded(tensor, row, codes);
                     numbers(id, buffer, graph, tensor, row, format, codes)?;
                     put_codes(format, codes, r as usize, out);
+                    row_scales.as_chunks_mut::<4>().0[r as usize] = codes.row_scale.to_le_bytes();
                 } else if matrix.format.code == Code::Bf16 {
                     weights.read_row_bf16(tensor, row, narrow);
                     scatter(bytemuck::cast_slice(narrow), r, matrix.unit_rows, out);
@@ -359,7 +368,8 @@ fn pack_units(
             }
             Ok(())
         },
-    )
+    )?;
+    Ok(row_scales)
 }
 
 /// All parts of a matrix of codes are stored as its format says.
@@ -504,33 +514,6 @@ fn put_pairs(codes: &[u8], pairs: &[[usize; 2]], out: &mut [u8]) {
     for (byte, &[low, high]) in out.iter_mut().zip(pairs) {
         *byte = codes[low] | codes[high] << 4;
     }
-}
-
-/// The scales of all rows of a matrix, in the order of its units.
-fn pack_row_scales(
-    schedule: &Schedule,
-    graph: &ModelGraph,
-    weights: &Weights,
-    id: BufferId,
-    matrix: Matrix,
-    out: &mut [u8],
-) -> Result<(), PackError> {
-    let buffer = &schedule.program.buffers[id.index()];
-    let Some(Content::Rows { parts, interleave }) = &buffer.content else {
-        return Err(PackError::NoContent { buffer: id, name: buffer.name.clone() });
-    };
-    same_format(id, buffer, graph, weights, parts, matrix.format)?;
-    let units = out.par_chunks_exact_mut(matrix.unit_rows as usize * 4);
-    units.zip(0..matrix.units).try_for_each_init(CodedRow::default, |codes, (out, u)| {
-        for (r, out) in (0..matrix.unit_rows).zip(out.chunks_exact_mut(4)) {
-            let Some((part, i)) = unit_row(parts, *interleave, matrix.unit_rows, u, r) else { continue };
-            let tensor = part.view.tensor;
-            let row = checked_row(id, buffer, graph, &part.view, i, u64::from(weights.rows(tensor)))?;
-            weights.read_row_coded(tensor, row, codes);
-            out.copy_from_slice(&codes.row_scale.to_le_bytes());
-        }
-        Ok(())
-    })
 }
 
 /// Spreads row `r` over the granules of its unit of `unit_rows` rows, 64 bytes to each part of each.
@@ -819,7 +802,7 @@ mod tests {
                 let (byte, shift) = format.place(at % granule_k);
                 let word = at / granule_k * format.granule_bytes() as usize + 3 * row_bytes + byte / 4 * 4;
                 let word = code.gathered(u32::from_le_bytes(unit[word..word + 4].try_into().unwrap()));
-                let found = code.loaded(word.to_le_bytes()[byte % 4], shift);
+                let found = word.to_le_bytes()[byte % 4] >> shift & 15;
                 assert_eq!(found, expected, "{code:?}, column {at}");
             }
         }

@@ -34,6 +34,7 @@ pub fn units<R: Real>(
         return;
     }
     let values = Values::<R>::of(format);
+    row.resize(k, R::of(0.0));
     // Consecutive k of a granule that share a scale; a whole row where scales are of rows.
     let group_k = format.groups.map_or(k, |groups| (groups.k as usize).min(granule_k));
     let ones = vec![R::of(1.0); group_k];
@@ -41,9 +42,8 @@ pub fn units<R: Real>(
     let sums: Vec<R> = x.chunks(group_k).map(|x| R::dot(isa, x, &ones[..x.len()])).collect();
     for (u, unit) in w.chunks_exact(unit_bytes).enumerate() {
         for r in 0..ROWS {
-            row.clear();
-            for granule in unit.chunks_exact(granule_bytes) {
-                values.read(&granule[r * ROW_BYTES..(r + 1) * ROW_BYTES], row);
+            for (granule, out) in unit.chunks_exact(granule_bytes).zip(row.chunks_exact_mut(granule_k)) {
+                values.read(&granule[r * ROW_BYTES..(r + 1) * ROW_BYTES], out);
             }
             for (g, codes) in row.chunks(group_k).enumerate() {
                 let granule = &unit[g * group_k / granule_k * granule_bytes..];
@@ -90,29 +90,49 @@ pub fn scale_rows<R: Real>(scales: &[u8], y: &mut [R]) {
     }
 }
 
+/// Codes of a row of a granule that lie side by side: those of a word of 4 bits each, or of two of 8 bits.
+const RUN: usize = 8;
+
 /// The value of every code, and where the codes of a row of a granule lie.
 struct Values<R> {
-    values: Vec<R>,
-    /// Byte and shift of each column.
-    places: Vec<(usize, u32)>,
     code: Code,
+    of_codes: Box<[R; 256]>,
+    /// The column with which each run of codes begins, in the order of bytes.
+    runs: Vec<usize>,
+    /// Where each code of 4 bits lies in its word.
+    shifts: [u32; RUN],
 }
 
 impl<R: Real> Values<R> {
     fn of(format: Format) -> Values<R> {
         let Format { code, .. } = format;
-        let values = (0..=255).map(|c| R::of(code.value(c))).collect();
-        let places = (0..format.granule_k() as usize).map(|k| format.place(k)).collect();
-        Values { values, places, code }
+        // Bytes of a run are as many as bits of a code.
+        let run_bytes = code.bits() as usize;
+        let mut runs = vec![0; ROW_BYTES / run_bytes];
+        for first in (0..format.granule_k() as usize).step_by(RUN) {
+            runs[format.place(first).0 / run_bytes] = first;
+        }
+        let shifts = std::array::from_fn(|i| {
+            let (byte, shift) = format.place(i);
+            byte as u32 * 8 + shift
+        });
+        Values { code, of_codes: Box::new(code.values().map(R::of)), runs, shifts }
     }
 
-    /// Adds the values of a row of a granule in the order of k.
-    fn read(&self, codes: &[u8], out: &mut Vec<R>) {
-        let mut gathered = [0; CODE_ROW_BYTES as usize];
-        for (to, word) in gathered.as_chunks_mut::<4>().0.iter_mut().zip(codes.as_chunks::<4>().0) {
-            *to = self.code.gathered(u32::from_le_bytes(*word)).to_le_bytes();
+    /// The values of a row of a granule in the order of k.
+    fn read(&self, codes: &[u8], out: &mut [R]) {
+        if self.code.bits() == 8 {
+            for (codes, &first) in codes.as_chunks::<RUN>().0.iter().zip(&self.runs) {
+                let run = codes.iter().zip(&mut out[first..first + RUN]);
+                run.for_each(|(&code, out)| *out = self.of_codes[usize::from(code)]);
+            }
+            return;
         }
-        let value = |&(byte, shift): &(usize, u32)| self.values[usize::from(self.code.loaded(gathered[byte], shift))];
-        out.extend(self.places.iter().map(value));
+        let few: &[R; 16] = self.of_codes.first_chunk().expect("16 of 256");
+        for (word, &first) in codes.as_chunks::<4>().0.iter().zip(&self.runs) {
+            let word = self.code.gathered(u32::from_le_bytes(*word));
+            let run = self.shifts.iter().zip(&mut out[first..first + RUN]);
+            run.for_each(|(shift, out)| *out = few[(word >> shift) as usize % 16]);
+        }
     }
 }

@@ -7,10 +7,9 @@
 //!
 //! `unsafe` here is for vector loads alone.
 
-use crate::format::e4m3;
+use crate::format::Code;
 use crate::ir::layout::{GRANULE_BYTES, GRANULE_ROW_BYTES};
 use crate::ir::op::UNIT_ROWS;
-use std::sync::LazyLock;
 
 const GRANULE: usize = GRANULE_BYTES as usize;
 const GRANULE_ROW: usize = GRANULE_ROW_BYTES as usize;
@@ -48,9 +47,6 @@ impl Isa {
         }
     }
 }
-
-/// The values of all codes.
-static E4M3: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|code| e4m3(code as u8)));
 
 /// Rows that do not lie one after another.
 pub trait ReadRow {
@@ -104,9 +100,10 @@ impl HistoryRows<'_> {
                 }
             }
             HistoryRows::E4m3 { data, stride, scale } => {
+                let of_codes = Code::E4m3.values();
                 for (i, row) in (first..).zip(out.chunks_exact_mut(dim)) {
                     for (o, &code) in row.iter_mut().zip(&data[i * stride..][..dim]) {
-                        *o = E4M3[usize::from(code)] * scale;
+                        *o = of_codes[usize::from(code)] * scale;
                     }
                 }
             }

@@ -60,7 +60,7 @@ pub struct Scratch<R> {
     /// stages them once.
     input: Vec<R>,
     input_scales: Vec<R>,
-    input_of: Option<(u64, GridId, usize, Option<usize>)>,
+    input_of: Option<InputOf>,
     /// Keys and values of prompt chunks of this step, and which grid of which step they are of: all rows of a chunk see them.
     step_keys: Vec<StepKeys>,
     step_keys_of: Option<(u64, GridId)>,
@@ -75,6 +75,16 @@ pub struct Scratch<R> {
     v: Vec<R>,
     scores: Vec<R>,
     sums: Vec<R>,
+}
+
+/// Whose inputs are staged.
+#[derive(PartialEq)]
+struct InputOf {
+    /// The step.
+    serial: u64,
+    grid: GridId,
+    /// Of each input its row and the first of its columns.
+    rows: Vec<(usize, usize)>,
 }
 
 /// Keys and values of one KV head for the rows of a prompt chunk, one row after another.
@@ -279,11 +289,17 @@ fn plain(format: Format) -> Option<DType> {
     }
 }
 
+/// A row of the step that a product is computed for, in one of its slots if it has some.
+struct Asked {
+    row: usize,
+    x: Region,
+    /// Where its results go.
+    out: Option<Region>,
+}
+
 /// Units that a task multiplies with inputs of some rows.
 struct Product<'a> {
-    x: Region,
-    /// Where the results of a row go, without those of its slot.
-    out: Option<Region>,
+    asked: Vec<Asked>,
     units: usize,
     weights: &'a [u8],
     /// In the pack.
@@ -309,7 +325,7 @@ fn mat_vec<R: Real>(
             // Slots lie side by side, unless all of them read one input.
             let slots = chosen.entry.len;
             let rows_of_units = units.start * m.unit_rows..units.end * m.unit_rows;
-            for (row, slot) in rows {
+            let asked = rows.into_iter().map(|(row, slot)| {
                 let x = if m.x.len == m.k { m.x.clone() } else { m.x.columns(slot * (m.x.len / slots), m.k) };
                 let out = m.out.as_ref().map(|out| {
                     let (each, columns) =
@@ -317,19 +333,20 @@ fn mat_vec<R: Real>(
                     let (begin, end) = ((m.first_unit + units.start) * columns, (m.first_unit + units.end) * columns);
                     out.columns(slot * each + begin.min(each), end.min(each) - begin.min(each))
                 });
+                Asked { row, x, out }
+            });
+            let asked = asked.collect();
+            let row_scales = if m.row_scales.is_empty() {
+                0..0
+            } else {
                 let scales = m.row_scales.start + part * chosen.scale_bytes;
-                let of_scales = if m.row_scales.is_empty() {
-                    0..0
-                } else {
-                    scales + 4 * rows_of_units.start..scales + 4 * rows_of_units.end
-                };
-                let bias = m.bias.as_ref().map(|bias| {
-                    let first = bias.start + part * chosen.biases;
-                    first + rows_of_units.start..first + rows_of_units.end
-                });
-                let product = Product { x, out, units: units.len(), weights: own, row_scales: of_scales, bias };
-                multiply(step, m, product, Some(row), memory, s);
-            }
+                scales + 4 * rows_of_units.start..scales + 4 * rows_of_units.end
+            };
+            let bias = m.bias.as_ref().map(|bias| {
+                let first = bias.start + part * chosen.biases;
+                first + rows_of_units.start..first + rows_of_units.end
+            });
+            multiply(step, m, Product { asked, units: units.len(), weights: own, row_scales, bias }, memory, s);
         }
         return;
     }
@@ -339,31 +356,31 @@ fn mat_vec<R: Real>(
     let row_scales = if m.row_scales.is_empty() { 0..0 } else { m.row_scales.start + first..m.row_scales.end + first };
     let biases = part.map_or(0, |(chosen, part)| part * chosen.biases);
     let bias = m.bias.as_ref().map(|bias| bias.start + biases..bias.end + biases);
-    let product = Product { x: m.x.clone(), out: m.out.clone(), units: m.units, weights, row_scales, bias };
-    multiply(step, m, product, only, memory, s);
+    let rows = (0..step.rows.rows.len()).filter(|row| only.is_none_or(|only| only == *row));
+    let asked = rows.map(|row| Asked { row, x: m.x.clone(), out: m.out.clone() }).collect();
+    multiply(step, m, Product { asked, units: m.units, weights, row_scales, bias }, memory, s);
 }
 
 fn multiply<R: Real>(
     step: &Step<'_>,
     m: &plan::MatVec,
     product: Product<'_>,
-    only: Option<usize>,
     memory: &mut impl Access,
     s: &mut Scratch<R>,
 ) {
-    let all = step.rows.rows.iter().enumerate().filter(|(row, _)| only.is_none_or(|only| only == *row));
-    let rows = all.filter(|(_, row)| m.best.is_none() || row.wants_logits).map(|(row, _)| row);
-    let count = rows.clone().count();
+    let Product { mut asked, units, weights, row_scales, bias } = product;
+    asked.retain(|asked| m.best.is_none() || step.rows.rows[asked.row].wants_logits);
+    let count = asked.len();
     if count == 0 {
         return;
     }
-    let Product { x, out, units, weights, row_scales, bias } = product;
-    let input_of = Some((step.serial, m.grid, x.first, only));
+    let rows = asked.iter().map(|asked| (asked.row, asked.x.first)).collect();
+    let input_of = Some(InputOf { serial: step.serial, grid: m.grid, rows });
     if s.input_of != input_of || !memory.trusted() {
         s.input.clear();
         s.input_scales.clear();
-        for row in rows.clone() {
-            load(&mut OfRow { memory, row }, &x, &mut s.load, &mut s.x);
+        for &Asked { row, ref x, .. } in &asked {
+            load(&mut OfRow { memory, row }, x, &mut s.load, &mut s.x);
             s.input_scales.push(match &m.norm {
                 Some(norm) => norm_stage(step.isa, norm, &step.plan.constants, &mut s.x),
                 None => R::of(1.0),
@@ -393,7 +410,7 @@ fn multiply<R: Real>(
             s.y.chunks_exact_mut(each).for_each(|y| coded::scale_rows(&step.pack[row_scales.clone()], y));
         }
     }
-    for (at, row) in rows.enumerate() {
+    for (at, Asked { row, out, .. }) in asked.into_iter().enumerate() {
         let y = &mut s.y[at * each..][..each];
         if m.norm.is_some() {
             y.iter_mut().for_each(|y| *y = *y * s.input_scales[at]);

@@ -28,21 +28,23 @@ impl CodedRow {
     /// The values of the row: each one product of fp32 numbers, or two with scales of groups and of rows.
     pub fn values(&self, format: Format, out: &mut [f32]) {
         let group_k = format.groups.map_or(usize::MAX, |groups| groups.k as usize);
-        // Codes of 4 bits are few, so their values are found once.
-        let few: Option<[f32; 16]> =
-            (format.code.bits() == 4).then(|| std::array::from_fn(|code| format.code.value(code as u8)));
+        let of_codes = format.code.values();
+        // Of 4 bits there are few, in one or two registers.
+        let few: Option<&[f32; 16]> = of_codes.first_chunk().filter(|_| format.code.bits() == 4);
         for (group, (codes, out)) in self.codes.chunks(group_k).zip(out.chunks_mut(group_k)).enumerate() {
             let scale = self.scales.get(group).map_or(self.row_scale, |scale| scale * self.row_scale);
             if let Some(least) = self.minima.get(group) {
-                codes.iter().zip(out).for_each(|(&code, out)| *out = scale * format.code.value(code) + least);
+                codes.iter().zip(out).for_each(|(&code, out)| *out = scale * of_codes[usize::from(code)] + least);
                 continue;
             }
             let zero = self.zeros.get(group).map_or(format.code.implied_zero(), |&zero| format.code.zero(zero));
-            match &few {
+            match few {
                 Some(few) => {
                     codes.iter().zip(out).for_each(|(&code, out)| *out = scale * (few[usize::from(code & 15)] - zero));
                 }
-                None => codes.iter().zip(out).for_each(|(&code, out)| *out = scale * (format.code.value(code) - zero)),
+                None => {
+                    codes.iter().zip(out).for_each(|(&code, out)| *out = scale * (of_codes[usize::from(code)] - zero));
+                }
             }
         }
     }

@@ -106,6 +106,24 @@ const FRACTIONS: [f32; 6] = [1.0, 0.95, 0.9, 0.85, 0.8, 0.7];
 /// # Panics
 /// If the format is plain, or has zero points or scales of both kinds, which this does not choose.
 pub fn round_row(format: Format, values: &[f32], out: &mut CodedRow) {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: the instructions were detected.
+        return unsafe { round_row_avx2(format, values, out) };
+    }
+    round_row_to(format, values, out);
+}
+
+/// The same bits from wider instructions: nothing here is fused or added up in another order.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn round_row_avx2(format: Format, values: &[f32], out: &mut CodedRow) {
+    round_row_to(format, values, out);
+}
+
+// What it calls is part of it, so that it has the instructions of its caller.
+#[inline(always)]
+fn round_row_to(format: Format, values: &[f32], out: &mut CodedRow) {
     let Format { code, groups, row_scales } = format;
     assert!(!code.plain() && groups.is_some() != row_scales, "a format with scales of one kind");
     out.codes.clear();
@@ -238,6 +256,7 @@ impl Rounds for E2m1 {
 const E4M3_LEAST: f32 = 1.0 / 64.0;
 
 /// The codes of a group with its best scale, which is returned.
+#[inline(always)]
 fn round_group(code: Code, scale_code: ScaleCode, values: &[f32], codes: &mut Vec<u8>) -> f32 {
     match code {
         Code::Int8 => round_group_to::<Int8>(scale_code, values, codes),
@@ -251,6 +270,7 @@ fn round_group(code: Code, scale_code: ScaleCode, values: &[f32], codes: &mut Ve
     }
 }
 
+#[inline(always)]
 fn round_group_to<R: Rounds>(scale_code: ScaleCode, values: &[f32], codes: &mut Vec<u8>) -> f32 {
     let (least, most) = range_of(values);
     let reach = most.max(-least);
@@ -258,52 +278,76 @@ fn round_group_to<R: Rounds>(scale_code: ScaleCode, values: &[f32], codes: &mut 
         codes.extend(values.iter().map(|_| R::code(0.0)));
         return 0.0;
     }
-    let mut best = (f64::INFINITY, 0.0);
-    // Scales that were considered: of powers of two, most candidates are the same few.
-    let (mut seen, mut count) = ([0.0f32; 2 * SCALES_MAX], 0);
-    // The scale with the least squared error for the codes of `scale`; `None`: it is no scale, or was considered before.
-    let mut consider = |scale: f32| {
-        // Below the normal numbers a scale may have no inverse.
-        if scale == 0.0 || !scale.is_finite() || !(1.0 / scale).is_finite() || seen[..count].contains(&scale) {
-            return None;
-        }
-        seen[count] = scale;
-        count += 1;
-        let (error, refined) = error_of::<R>(scale, values);
-        if error < best.0 {
-            best = (error, scale);
-        }
-        Some(scale_code.round(refined))
-    };
+    let mut tried = Tried { seen: [0.0; 2 * SCALES_MAX], count: 0, best: (f64::INFINITY, 0.0) };
     for scale in candidates(R::CODE, least, most).filter(|scale| *scale != 0.0) {
         let scale = scale_code.round(scale);
         // With the scale that fits them best the codes may change, so it is judged anew.
-        if let Some(refined) = consider(scale).filter(|refined| *refined != scale) {
-            consider(refined);
+        if let Some(refined) = tried.consider::<R>(scale, values).map(|refined| scale_code.round(refined))
+            && refined != scale
+        {
+            tried.consider::<R>(refined, values);
         }
     }
-    let scale = best.1;
-    let code = |value: f32| R::code(if scale == 0.0 { 0.0 } else { R::nearest(value / scale) });
+    let scale = tried.best.1;
     let (whole, rest) = values.as_chunks::<LANES>();
-    whole.iter().for_each(|values| codes.extend_from_slice(&values.map(code)));
-    codes.extend(rest.iter().map(|&value| code(value)));
+    let mut last = [0.0; LANES];
+    last[..rest.len()].copy_from_slice(rest);
+    for values in whole {
+        codes.extend_from_slice(&codes_of::<R>(scale, values));
+    }
+    codes.extend_from_slice(&codes_of::<R>(scale, &last)[..rest.len()]);
     scale
 }
 
+#[inline(always)]
+fn codes_of<R: Rounds>(scale: f32, values: &[f32; LANES]) -> [u8; LANES] {
+    let mut codes = [0; LANES];
+    for (code, value) in codes.iter_mut().zip(values) {
+        *code = R::code(if scale == 0.0 { 0.0 } else { R::nearest(value / scale) });
+    }
+    codes
+}
+
+/// Scales that were considered, and the best of them with its error.
+struct Tried {
+    /// Of powers of two, most candidates are the same few.
+    seen: [f32; 2 * SCALES_MAX],
+    count: usize,
+    best: (f64, f32),
+}
+
+impl Tried {
+    /// The scale with the least squared error for the codes of `scale`; `None`: it is no scale, or was considered before.
+    #[inline(always)]
+    fn consider<R: Rounds>(&mut self, scale: f32, values: &[f32]) -> Option<f32> {
+        // Below the normal numbers a scale may have no inverse.
+        if scale == 0.0 || !scale.is_finite() || !(1.0 / scale).is_finite() || self.seen[..self.count].contains(&scale)
+        {
+            return None;
+        }
+        self.seen[self.count] = scale;
+        self.count += 1;
+        let (error, refined) = error_of::<R>(scale, values);
+        if error < self.best.0 {
+            self.best = (error, scale);
+        }
+        Some(refined)
+    }
+}
+
 /// The least and the largest of the values and 0, side by side; no value that is no number.
+#[inline(always)]
 fn range_of(values: &[f32]) -> (f32, f32) {
     let (mut least, mut most) = ([0.0f32; LANES], [0.0f32; LANES]);
-    let mut add = |values: &[f32; LANES]| {
+    let (whole, rest) = values.as_chunks::<LANES>();
+    let mut last = [0.0; LANES];
+    last[..rest.len()].copy_from_slice(rest);
+    for values in whole.iter().chain([&last]) {
         for (i, &value) in values.iter().enumerate() {
             least[i] = if value < least[i] { value } else { least[i] };
             most[i] = if value > most[i] { value } else { most[i] };
         }
-    };
-    let (whole, rest) = values.as_chunks::<LANES>();
-    whole.iter().for_each(&mut add);
-    let mut last = [0.0; LANES];
-    last[..rest.len()].copy_from_slice(rest);
-    add(&last);
+    }
     (least.into_iter().fold(0.0, f32::min), most.into_iter().fold(0.0, f32::max))
 }
 
@@ -320,6 +364,7 @@ const REACHES: std::ops::Range<f32> = 1e-15..1e15;
 /// over the values `v` and their codes' values `u`. This `r` is the mean of all `v / (s u)` with weights `u^2`, which are at least 1/2 for `u = 1/2` and
 /// 5/6 for others. If the largest `v / s` is 3.6 or more, one `u` is at least 4, so `r >= (16 * 7/8 + 31/8) / (16 + 31/4) = 0.752`. No `v / (s u)` is above 1.5,
 /// unless `v / s` is above 9. Elsewhere `|r - 1|` is at most the root of `sum((v - s u)^2) / (s^2 sum(u^2))`, by Cauchy and Schwarz.
+#[inline(always)]
 fn round_powers(values: &[f32], codes: &mut Vec<u8>) -> Option<f32> {
     let mut padded = [0.0; POWERS_MAX];
     padded.get_mut(..values.len())?.copy_from_slice(values);
@@ -356,9 +401,8 @@ fn round_powers(values: &[f32], codes: &mut Vec<u8>) -> Option<f32> {
     Some(scale)
 }
 
-/// Squared error of values rounded with a power of two, as [`error_of`] adds it up, and the values of their codes in units of it. Apart, so that a
-/// compiler makes vector instructions of it.
-#[inline(never)]
+/// Squared error of values rounded with a power of two, as [`error_of`] adds it up, and the values of their codes in units of it.
+#[inline(always)]
 fn units_of(scale: f32, values: &[f32; POWERS_MAX]) -> (f64, [f32; POWERS_MAX]) {
     let inverse = 1.0 / scale;
     let (mut units, mut squares) = ([0.0; POWERS_MAX], [0.0f32; POWERS_MAX]);
@@ -400,11 +444,14 @@ const LANES: usize = 8;
 type Sums = [[f64; LANES]; 3];
 
 /// Squared error of values rounded with `scale`, and the scale with the least squared error for the same codes.
+#[inline(always)]
 fn error_of<R: Rounds>(scale: f32, values: &[f32]) -> (f64, f32) {
     let inverse = 1.0 / scale;
     let mut sums = [[0.0; LANES]; 3];
     let (whole, rest) = values.as_chunks::<LANES>();
-    whole.iter().for_each(|values| add_errors::<R>(&mut sums, values, scale, inverse));
+    for values in whole {
+        add_errors::<R>(&mut sums, values, scale, inverse);
+    }
     if !rest.is_empty() {
         // A value of 0 has no error, and adds nothing.
         let mut last = [0.0; LANES];
@@ -424,7 +471,9 @@ fn add_errors<R: Rounds>(sums: &mut Sums, values: &[f32; LANES], scale: f32, inv
         (products[0][i], products[1][i], products[2][i]) = (off * off, unit * value, unit * unit);
     }
     for (sums, products) in sums.iter_mut().zip(&products) {
-        sums.iter_mut().zip(products).for_each(|(sum, &product)| *sum += f64::from(product));
+        for (sum, &product) in sums.iter_mut().zip(products) {
+            *sum += f64::from(product);
+        }
     }
 }
 

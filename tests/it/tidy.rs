@@ -150,6 +150,7 @@ const UNSAFE: &[(&str, &str)] = &[
     ("src/interp/kernel.rs", "vector loads"),
     ("src/interp/memory.rs", "the cache arena: rows read as plain slices while others are written"),
     ("src/interp/threads.rs", "reads rows of the cache arena"),
+    ("src/model/rounding.rs", "wider instructions, where they were detected"),
     ("src/model/weights.rs", "maps weight files"),
     ("src/pipeline/stages.rs", "maps packs of the cache"),
     ("src/cli/terminal.rs", "ends a process without its destructors"),
