@@ -1193,7 +1193,7 @@ fn tiles_that_compute_something_else_are_found() {
             "u64(row) * G::ROWS + col);\n    const u32 rows",
             "steps-tiles-parts",
         ),
-        ("leave_best(c, at, best, true);\n  }", "leave_best(c, at, best, false);\n  }", "steps-tiles-logits"),
+        ("leave_best(c, at, m, score, id, true)", "leave_best(c, at, m, score, id, false)", "steps-tiles-logits"),
         ("lane % 4 * 2 + lane / 4 % 2", "lane % 4 * 2 + (G::K == 1216 ? 0 : lane / 4 % 2)", "pairs-tiles-128"),
         // The input of warps.
         (

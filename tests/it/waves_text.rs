@@ -42,6 +42,7 @@ fn rows_without_a_kernel_are_not_shown() {
     place
         .run("show waves m.toml --rows 64")
         .refused(&["`show waves` has no kernel for steps of several rows", "`steps`"]);
+    place.run("show manifest m.toml --rows 64").refused(&["`show manifest` has no kernel for steps of several rows"]);
 }
 
 #[test]

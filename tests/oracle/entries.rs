@@ -244,7 +244,7 @@ impl Reader<'_> {
             _ => 1,
         };
         let op = |grid: &Grid| match &grid.op {
-            Op::MatVec(m) => Op::MatVec(MatVec { k: m.k * m.slots, slots: 1, ..*m }),
+            Op::MatVec(m) => Op::MatVec(through_slots(m)),
             other => other.clone(),
         };
         let parts = |grid: &Grid, o: &Operand| match o.rows {
@@ -277,7 +277,7 @@ impl Reader<'_> {
                 let unit = unit_bytes(self.buffer(weight), m);
                 let bytes = unit * u64::from(task.hi - task.lo) * u64::from(m.slots);
                 // The code counts granules through all slots, so each slot ends with a whole one.
-                let all = unit_bytes(self.buffer(weight), &MatVec { k: m.k * m.slots, slots: 1, ..*m });
+                let all = unit_bytes(self.buffer(weight), &through_slots(m));
                 expect(all == unit * u64::from(m.slots), || format!("has slots of {unit} bytes in units of {all}"))?;
                 let (begin, rest) = (self.place(weight) + u64::from(task.lo) * unit, u64::from(said.splits >> 16));
                 expect(u64::from(said.head_j) * 256 + rest == begin && rest < 256, || {
@@ -330,6 +330,11 @@ impl Reader<'_> {
             _ => Err("streams what its op does not".to_string()),
         }
     }
+}
+
+/// A product over all slots of a choice as one of a single input that has all of them.
+fn through_slots(m: &MatVec) -> MatVec {
+    MatVec { k: m.k * m.slots, slots: 1, ..*m }
 }
 
 /// Places in units of 256 bytes.
