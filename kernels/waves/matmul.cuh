@@ -635,8 +635,7 @@ struct WaveMatMul {
       if constexpr (BEST_MEETS) leave_best(c, at, best, true);
     }
   }
-  // Logits of many tiles of rows: a loop in which sums move down. As straight code they would be half of the kernel, whose instructions would be fetched from
-  // memory once a step.
+  // Logits of many tiles of rows: a loop in which sums move down. Straight code for them takes as long to compile as all other ops, and spills.
   template <int N>
   static __device__ __forceinline__ void end_logits(WaveContext<M>& c, const Wave& shared, const Share& share, u32 part, u32 first, u32 here, const Warp& at, const Squares& squares, bool is_first,
                                                     float (&d)[ROW_TILES][N][4]) {

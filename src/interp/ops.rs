@@ -60,7 +60,9 @@ pub struct Scratch<R> {
     /// stages them once.
     input: Vec<R>,
     input_scales: Vec<R>,
-    input_of: Option<InputOf>,
+    input_of: InputOf,
+    /// What the next product is computed for.
+    asked: Vec<Asked>,
     /// Keys and values of prompt chunks of this step, and which grid of which step they are of: all rows of a chunk see them.
     step_keys: Vec<StepKeys>,
     step_keys_of: Option<(u64, GridId)>,
@@ -78,13 +80,26 @@ pub struct Scratch<R> {
 }
 
 /// Whose inputs are staged.
-#[derive(PartialEq)]
+#[derive(Default)]
 struct InputOf {
-    /// The step.
-    serial: u64,
-    grid: GridId,
+    /// The grid, and the number of the step; `None`: there are none.
+    grid: Option<(u64, GridId)>,
     /// Of each input its row and the first of its columns.
     rows: Vec<(usize, usize)>,
+}
+
+impl InputOf {
+    /// Becomes those of `grid` for `asked`; returns whether it was before.
+    fn replace(&mut self, grid: (u64, GridId), asked: &[Asked]) -> bool {
+        let rows = asked.iter().map(|asked| (asked.row, asked.x.first));
+        let same = self.grid == Some(grid) && rows.clone().eq(self.rows.iter().copied());
+        if !same {
+            self.grid = Some(grid);
+            self.rows.clear();
+            self.rows.extend(rows);
+        }
+        same
+    }
 }
 
 /// Keys and values of one KV head for the rows of a prompt chunk, one row after another.
@@ -102,7 +117,8 @@ impl<R: Real> Scratch<R> {
             load: vec![],
             input: vec![],
             input_scales: vec![],
-            input_of: None,
+            input_of: InputOf::default(),
+            asked: vec![],
             step_keys: vec![],
             step_keys_of: None,
             gathered: vec![],
@@ -299,7 +315,6 @@ struct Asked {
 
 /// Units that a task multiplies with inputs of some rows.
 struct Product<'a> {
-    asked: Vec<Asked>,
     units: usize,
     weights: &'a [u8],
     /// In the pack.
@@ -325,7 +340,7 @@ fn mat_vec<R: Real>(
             // Slots lie side by side, unless all of them read one input.
             let slots = chosen.entry.len;
             let rows_of_units = units.start * m.unit_rows..units.end * m.unit_rows;
-            let asked = rows.into_iter().map(|(row, slot)| {
+            s.asked.extend(rows.into_iter().map(|(row, slot)| {
                 let x = if m.x.len == m.k { m.x.clone() } else { m.x.columns(slot * (m.x.len / slots), m.k) };
                 let out = m.out.as_ref().map(|out| {
                     let (each, columns) =
@@ -334,8 +349,7 @@ fn mat_vec<R: Real>(
                     out.columns(slot * each + begin.min(each), end.min(each) - begin.min(each))
                 });
                 Asked { row, x, out }
-            });
-            let asked = asked.collect();
+            }));
             let row_scales = if m.row_scales.is_empty() {
                 0..0
             } else {
@@ -346,7 +360,7 @@ fn mat_vec<R: Real>(
                 let first = bias.start + part * chosen.biases;
                 first + rows_of_units.start..first + rows_of_units.end
             });
-            multiply(step, m, Product { asked, units: units.len(), weights: own, row_scales, bias }, memory, s);
+            multiply(step, m, Product { units: units.len(), weights: own, row_scales, bias }, memory, s);
         }
         return;
     }
@@ -357,10 +371,11 @@ fn mat_vec<R: Real>(
     let biases = part.map_or(0, |(chosen, part)| part * chosen.biases);
     let bias = m.bias.as_ref().map(|bias| bias.start + biases..bias.end + biases);
     let rows = (0..step.rows.rows.len()).filter(|row| only.is_none_or(|only| only == *row));
-    let asked = rows.map(|row| Asked { row, x: m.x.clone(), out: m.out.clone() }).collect();
-    multiply(step, m, Product { asked, units: m.units, weights, row_scales, bias }, memory, s);
+    s.asked.extend(rows.map(|row| Asked { row, x: m.x.clone(), out: m.out.clone() }));
+    multiply(step, m, Product { units: m.units, weights, row_scales, bias }, memory, s);
 }
 
+/// For what is asked of the scratch.
 fn multiply<R: Real>(
     step: &Step<'_>,
     m: &plan::MatVec,
@@ -368,15 +383,14 @@ fn multiply<R: Real>(
     memory: &mut impl Access,
     s: &mut Scratch<R>,
 ) {
-    let Product { mut asked, units, weights, row_scales, bias } = product;
+    let Product { units, weights, row_scales, bias } = product;
+    let mut asked = std::mem::take(&mut s.asked);
     asked.retain(|asked| m.best.is_none() || step.rows.rows[asked.row].wants_logits);
     let count = asked.len();
     if count == 0 {
         return;
     }
-    let rows = asked.iter().map(|asked| (asked.row, asked.x.first)).collect();
-    let input_of = Some(InputOf { serial: step.serial, grid: m.grid, rows });
-    if s.input_of != input_of || !memory.trusted() {
+    if !s.input_of.replace((step.serial, m.grid), &asked) || !memory.trusted() {
         s.input.clear();
         s.input_scales.clear();
         for &Asked { row, ref x, .. } in &asked {
@@ -398,7 +412,6 @@ fn multiply<R: Real>(
             }
             s.input.extend_from_slice(&s.x);
         }
-        s.input_of = input_of;
     }
     let each = units * m.unit_rows;
     s.y.resize(count * each, R::of(0.0));
@@ -410,7 +423,7 @@ fn multiply<R: Real>(
             s.y.chunks_exact_mut(each).for_each(|y| coded::scale_rows(&step.pack[row_scales.clone()], y));
         }
     }
-    for (at, Asked { row, out, .. }) in asked.into_iter().enumerate() {
+    for (at, Asked { row, out, .. }) in asked.drain(..).enumerate() {
         let y = &mut s.y[at * each..][..each];
         if m.norm.is_some() {
             y.iter_mut().for_each(|y| *y = *y * s.input_scales[at]);
@@ -423,6 +436,7 @@ fn multiply<R: Real>(
         let bias = bias.clone().map(|bias| &step.plan.constants[bias]);
         epilogue(m, bias, share, y, (out.as_ref(), &mut OfRow { memory, row }), &mut s.load);
     }
+    s.asked = asked;
 }
 
 /// The epilogue of a matvec, for the products of one row, which go to `out`; `share` multiplies the result.

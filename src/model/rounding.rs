@@ -503,23 +503,18 @@ mod tests {
         (off / all).sqrt() * 100.0
     }
 
-    /// Formats with scales of either kind, of every code.
-    fn formats() -> Vec<Format> {
+    #[test]
+    fn wide_instructions_round_to_the_same_bits() {
+        let mut random = Random::new(11);
+        let (mut found, mut expected) = (CodedRow::default(), CodedRow::default());
         let by_group = |code, k, scale| Format::by_group(code, k, scale, false);
-        vec![
+        for format in [
             Format::by_row(Code::Int8),
             Format::by_row(Code::E4m3),
             by_group(Code::Int4, 128, ScaleCode::F16),
             by_group(Code::E2m1, 32, ScaleCode::E8m0),
             by_group(Code::E2m1, 16, ScaleCode::E4m3),
-        ]
-    }
-
-    #[test]
-    fn wide_instructions_round_to_the_same_bits() {
-        let mut random = Random::new(11);
-        let (mut found, mut expected) = (CodedRow::default(), CodedRow::default());
-        for format in formats() {
+        ] {
             for (count, size) in [(1, 1.0), (29, 1e-20), (128, 3.0), (1000, 0.02), (2048, 1e20)] {
                 let values: Vec<f32> = (0..count).map(|_| size * normal(&mut random)).collect();
                 round_row(format, &values, &mut found);
